@@ -36,7 +36,7 @@ class Part:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """What compiled loops take after the words of a block."""
+        """The arguments of compiled loops after the words of a block."""
         return self.start, self.stride, self.layers, self.tokens, self.channels
 
     @property
@@ -98,7 +98,7 @@ class Block:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Of a block of one group."""
+        """The parts of a block that has one group of planes."""
         return parts_of(self.layout)
 
     def planes(self) -> Iterator[Words]:

@@ -75,7 +75,7 @@ def choose(
     sooner. If two codecs differ by less than MIN_GAIN, the one with the smaller error is chosen.
 
     Args:
-        traits: of every candidate; raw is always one.
+        traits: the traits of every candidate; raw is always one.
         link_bytes_per_s: of the store; None: not known yet, which means raw; infinite: the store
             lends raw blocks, without a copy.
         lost: codec -> its error on this very block, where that was more than `max_error`.

@@ -69,7 +69,7 @@ class Entropy:
     channel's class less the middle one, the means, the numbers less their mean.
 
     Args:
-        step: of the grid, as a share of the root of the mean square of the plane.
+        step: the step of the grid, as a share of the root of the mean square of the plane.
         values: how many times as large the step is for values.
     """
 

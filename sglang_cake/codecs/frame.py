@@ -106,7 +106,7 @@ class BlockFrame:
 
     @cached_property
     def digest(self) -> Digest:
-        """Of the namespace."""
+        """The digest of the namespace."""
         return self.namespace.digest()
 
     @cached_property

@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 20  # a cancelled caller waits for the copy of at most one pi
 
 
 def address_of(memory: memoryview | bytearray | mmap.mmap) -> int:
-    """Of the first byte of writable, contiguous memory."""
+    """The address of the first byte of writable, contiguous memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

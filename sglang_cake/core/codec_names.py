@@ -14,7 +14,7 @@ CODECS: Final = (*LOSSLESS, *LOSSY)
 """The built-in codecs. A name has at most nine characters: with `+aesgcm` after it, it must fit
 the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
-"""What `--cake-codec` takes, beside the names of `own_names`."""
+"""The values of `--cake-codec`, beside the names of `own_names`."""
 ON_DEVICE: Final = ("int8", "int4", "kvquant3")
 """Codecs that a GPU decodes itself: those whose chain `catalogue.decodes_on_device`, which this
 module may not import. A test compares."""

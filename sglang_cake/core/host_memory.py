@@ -83,8 +83,8 @@ class HostArena:
 
     Attributes:
         mapping: all of the memory.
-        address: of its first byte.
-        size_bytes: of the mapping.
+        address: the address of its first byte.
+        size_bytes: the size of the mapping.
         buffers: in the order of their sizes.
         huge_pages: whether the system may use huge pages for it.
     """
@@ -92,7 +92,7 @@ class HostArena:
     def __init__(self, sizes_bytes: Sequence[int], *, prefault: bool) -> None:
         """
         Args:
-            sizes_bytes: of the buffers.
+            sizes_bytes: the sizes of the buffers.
             prefault: the calling thread touches all memory now. The first touch decides on which
                 NUMA node a page lies, so the thread must run on the right one. Otherwise a page is
                 allocated when a buffer is first used.
@@ -148,7 +148,7 @@ def buffer_counts(
 
     Args:
         load_bytes, write_bytes: sizes of a buffer to load into, and of one to store from.
-        reads: of the store, at once.
+        reads: how many reads of the store run at once.
         chunk_blocks: blocks that a prefill step computes at most.
         pool_blocks: blocks that the KV pool of the device holds.
         staging_bytes, write_queue_bytes: as set; None takes the default.

@@ -127,7 +127,7 @@ def block_keys(
     Args:
         tokens: token ids (each fits a signed 64-bit integer); an `array('q')` is hashed as it is.
         known: keys of the leading blocks, if the caller has them: they are not hashed again.
-        media: of the prompt that begins with `tokens`.
+        media: the media of the prompt that begins with `tokens`.
         next_tokens: tokens after a block that its KV depends on.
     """
     if media:
@@ -169,7 +169,7 @@ class KeyChain:
     Not thread-safe: the I/O thread owns it, but for `block_count` and attributes.
 
     Attributes:
-        media: of the request.
+        media: the media of the request.
         next_tokens: as for `block_keys`.
 
     Args:

@@ -72,7 +72,7 @@ class BlockLayout:
 
     @classmethod
     def plain(cls, layers: int, parts: Parts, dtype: str, block_tokens: int) -> "BlockLayout":
-        """Of a model with equal layers, and a row for each token."""
+        """The layout for a model with equal layers, and a row for each token."""
         return cls((PlaneGroup(layers, parts, dtype),), block_tokens)
 
     @property

@@ -220,7 +220,7 @@ class OriginalFunction:
 
     Attributes:
         called: whether it was called.
-        result: of the last call.
+        result: the result of the last call.
         error: what the last call raised, or None.
     """
 

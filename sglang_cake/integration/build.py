@@ -159,7 +159,7 @@ class CakeService:
 
     Attributes:
         setting: the store in use, as `--cake-store`.
-        waker: of the scheduler thread.
+        waker: wakes the scheduler thread.
     """
 
     runahead: "Runahead | None" = None
@@ -218,7 +218,7 @@ class CakeService:
         if config.record_trace is not None and writes:
             self._trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
-        self._sources = self._parsed(config.store)  # of the store that is set
+        self._sources = self._parsed(config.store)  # sources of the store that is set
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
         staging, write_queue = host_pools(
@@ -556,7 +556,7 @@ def _block_slots(allocator: Any, tree: CakeRadixCache) -> Any:
     full = getattr(allocator, "full_attn_allocator", allocator)
     if tree.copier is None:
         return full
-    # What is free in a memory of all pools is for SGLang to say: it also keeps to its own limit.
+    # Only SGLang knows what is free in a memory of all pools: it also keeps to its own limit.
     return SimpleNamespace(
         alloc=full.alloc, free_segment=full.free_segment, available_size=tree.free_tokens
     )

@@ -270,7 +270,7 @@ def reason_when_resolved(record: Any, config: CakeConfig) -> str | None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     if (reason := unsupported(record, None, config.block_tokens)) is not None:
-        return reason  # of what the user gave; below, SGLang may have turned it off
+        return reason  # as the user gave it; below, SGLang may have turned it off
     view = resolving_view(record)
     traits = ModelTraits()
     if view.model_path.lower() not in ("none", "dummy"):  # SGLang's spellings of "no model"

@@ -184,8 +184,8 @@ class FailureMetrics:
     """Failures that the boundary to SGLang has handled, and whether cake is on. Any thread.
 
     Args:
-        labels: of the scheduler; empty in a process without a scheduler. Such a process does not
-            publish whether cake is on.
+        labels: the labels of the scheduler; empty in a process without a scheduler. Such a process
+            does not publish whether cake is on.
         hooks: every hook that can fail; its counter exists from the start, at zero.
     """
 

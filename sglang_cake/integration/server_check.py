@@ -50,10 +50,10 @@ class ResolvedServer:
         ranks: processes with a KV pool on this machine.
         tp_size: ranks that share the heads of the model.
         chunk_tokens: the most that a step computes.
-        page_tokens: of the KV pool.
+        page_tokens: tokens of a page of the KV pool.
         pool_tokens: size of a KV pool, if it is set.
-        kv_value_bytes: of a value in the KV pool, with its part of a scale.
-        kinds: of the model, by the support table.
+        kv_value_bytes: bytes of a value in the KV pool, with its part of a scale.
+        kinds: the kinds of the model, by the support table.
     """
 
     device: str

@@ -227,7 +227,7 @@ class StepCosts:
         calls it with the stored blocks that are of use, and their tiers.
 
         Args:
-            ahead: what the device computes before this request.
+            ahead: the work of the device before this request.
         """
         view = record.meet.view()
         waiting = self._waiting(record, ahead, self.busy_s)

@@ -29,7 +29,7 @@ _PRIOR_WEIGHT = 0.005
 _SHORTEST_S = 1e-6  # a shorter time is no step
 _LONGEST_S = 1e4  # neither is a longer one
 _TINY_S = 1e-9
-_GUESS_ERROR = 0.5  # of a cost that was never measured
+_GUESS_ERROR = 0.5  # assumed while a cost was never measured
 _FIRST_ERROR = 0.25  # assumed after one observation
 # Shorter steps show the fixed part of a step, and nothing of the cost of a token.
 _TELLING_TOKENS = 32

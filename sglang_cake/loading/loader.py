@@ -689,7 +689,7 @@ class Loader:
         return TierLoads(tiers, self.tier_costs, self.tier_silence_s)
 
     async def _look_up_ends(self, queue: _PromptQueue, stored: Sequence[bool]) -> list[bool]:
-        """After which blocks an end state is stored. The search stops once the best end is known."""
+        """After which blocks an end state is stored. The search stops at the best end."""
         request = queue.request
         ends = [False] * len(stored)
         runs = possible_runs(stored[: request.block_count], request.first_block)
@@ -1006,7 +1006,7 @@ class Loader:
             self._keep_reads(queue, queue.want(run))
 
     def _keep_reads(self, queue: _PromptQueue, blocks: Container[int]) -> None:
-        """Of reads under way, the prompt waits for those of `blocks` only."""
+        """From now on the prompt waits only for reads of `blocks`."""
         for block in [b for b in queue.reads if b not in blocks]:
             del queue.reads[block]
         for read in list(queue.link.reads.values()):

@@ -134,11 +134,11 @@ def best_run(stored: Sequence[bool], ends: Sequence[bool], first: int) -> range:
 
 
 def end_indices(block_count: int, end_blocks: int, target: int) -> range:
-    """The indices of the end blocks of one end of a prompt. They follow those of its blocks, and
-    every end has its own.
+    """The indices of the end blocks of one end of a prompt. They follow the indices of its blocks,
+    and every end has its own.
 
     Args:
-        block_count: of the prompt.
+        block_count: number of blocks of the prompt.
         target: blocks before the end; 0: there is no end.
     """
     start = block_count + (target - 1) * end_blocks
@@ -154,7 +154,7 @@ class View:
         first: block at the front.
         limit: no stored token is used from here on.
         states: one byte (`BlockState`) for each block from `first` on.
-        end_blocks: of one end; 0: the front may jump to any block boundary.
+        end_blocks: number of blocks of one end state; 0: the front may jump to any block boundary.
         end_wanted: end blocks of the target that have not landed.
     """
 
@@ -227,14 +227,14 @@ class Meet:
         self._states = bytearray([BlockState.ABSENT]) * count
         self._ends: Set[int] = set()  # blocks after which an end is stored
         self._target = 0  # blocks before the target; 0: there is none
-        self._end_states = bytearray()  # of the target's end blocks
+        self._end_states = bytearray()  # states of the target's end blocks
         self.front = 0
         self.advance(front)
         # At arrival: the loader's choice of a target starts from it, too.
         self._first = self.first_loadable
 
     def anew(self, front: int) -> "Meet":
-        """Of the same prompt, before its lookup, when the tree holds `[0, front)`."""
+        """A new table for the same prompt, before its lookup, when the tree holds `[0, front)`."""
         return Meet(
             block_tokens=self.block_tokens,
             page_tokens=self.page_tokens,
@@ -394,7 +394,7 @@ class Meet:
 
     @property
     def indices(self) -> list[int]:
-        """Those of the blocks, and of the target's end blocks."""
+        """The indices of the blocks, and of the target's end blocks."""
         return [*range(self.block_count), *self.end_indices]
 
     def has(self, block: int) -> bool:

@@ -262,7 +262,7 @@ def next_landings(
     """The wanted blocks that land within some time, and a few more: as many as are read at once.
     The first one to land is first."""
     loads = _Loads(view, costs, progress)
-    lands_s = loads.landing_s()[::-1]  # of equal ones, the last block
+    lands_s = loads.landing_s()[::-1]  # of blocks that land together, the last one comes first
     count = min(loads.count_within(within_s), view.states.count(BlockState.WANTED))
     soonest = np.argsort(lands_s, kind="stable")[:count]
     return [view.first + len(lands_s) - 1 - int(at) for at in soonest]
@@ -539,7 +539,7 @@ def should_load(
 
 
 def device_work(view: View, load_from: int | None) -> StepWork:
-    """What a prompt computes if blocks from `load_from` on are loaded; None: no block is."""
+    """The work of a prompt if blocks from `load_from` on are loaded; None: no block is loaded."""
     stop = view.prompt_tokens
     if load_from is not None and view.wanted:
         stop = min(stop, load_from * view.block_tokens)
@@ -626,11 +626,11 @@ def passing_tokens(
     in any case.
 
     Args:
-        rest: what is left of its prefill.
+        rest: the rest of its prefill.
         chunk_tokens: the most that it may compute in this step.
-        ends_s: of each prompt that it passes, the time until its loads, or its last step, are over.
+        ends_s: the time until the loads, or the last step, of each prompt that it passes are over.
         waiting: how many prompts wait beside the one that gains.
-        work: of the prompts before it in the step.
+        work: the work of the prompts before it in the step.
         backlog_s: the time until the step begins.
     """
 

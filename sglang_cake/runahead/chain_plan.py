@@ -72,8 +72,8 @@ class StoredTail:
 
     @property
     def facts(self) -> tuple[View, LoadCost, LoadProgress]:
-        """What a plan depends on. Of the wait for the next block, only each doubling counts: a plan
-        changes little between two looks."""
+        """The facts that a plan depends on. The wait for the next block counts only when it has
+        doubled: a plan changes little before."""
         block_s = max(1e-3, self.cost.load_s(1, any_landed=self.progress.any_landed))
         waits = int(self.progress.since_s / block_s).bit_length()
         return self.view, self.cost, replace(self.progress, since_s=waits, relied_s=0.0)

@@ -41,7 +41,8 @@ def grid_search(
     """Search around `start`. A partition is measured once.
 
     Args:
-        stride_tokens: of the first level; halved down to `min_stride_tokens`, in whole pages.
+        stride_tokens: the stride of the first level; it is halved down to `min_stride_tokens`, in
+            whole pages.
         points: values for each inner bound in a level, odd.
         step_tokens: partitions with a longer span are left out; `start` has none. None: no limit.
     """

@@ -180,7 +180,7 @@ class OneSidedTransport(ZmqTransport):
     """A transport with the same guarantees. It is the handler of its own connections.
 
     Args:
-        engine: of this process; it lends memory for each peer.
+        engine: the engine of this process; it lends memory for each peer.
     """
 
     _handler: Handler  # from `start` on

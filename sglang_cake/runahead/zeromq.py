@@ -477,7 +477,7 @@ class ZmqTransport:
         rank: this member's place in `peers`.
         peers: address of every member, by rank; this one binds its own.
         secret: 32 bytes that all members know.
-        namespace: of all members' KV; members of another one are refused.
+        namespace: the namespace of all members' KV; members of another one are refused.
         new_buffer: `(size in bytes)` makes the memory that parts are received into.
         times: timeouts and periods.
 

@@ -135,7 +135,7 @@ class Breaker:
     monotonic clock.
 
     Attributes:
-        ticket: of calls that begin now.
+        ticket: the ticket of calls that begin now.
     """
 
     def __init__(self, *, failures: int, calls_may_hang: bool = False) -> None:
@@ -295,7 +295,7 @@ class Circuit:
         self, server: Circuits, kind: str, limits: TimeoutLimits, at_once: int = USUAL_DEPTH
     ) -> None:
         """Args:
-        kind: of calls, in the plural, for messages; READS also end before `read_until_s`.
+        kind: the kind of calls, in the plural, for messages; READS also end before `read_until_s`.
         limits: bounds of the time limit.
         at_once: the most calls that are made at once.
         """

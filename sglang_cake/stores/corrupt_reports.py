@@ -20,7 +20,7 @@ class CorruptReports:
         self._under_way: dict[BlockKey, asyncio.Task[None]] = {}
 
     def among(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
-        """Those of `keys` that are being reported."""
+        """The keys of `keys` that are being reported."""
         return frozenset(keys) & self._under_way.keys()
 
     @contextlib.contextmanager

@@ -50,7 +50,7 @@ class HeadSliceStore(Store):
         """Args:
         stores: of the slices, in the order of heads; closed with this store. Their blocks have
             the layout `layout.sliced(len(stores))`.
-        layout: of whole blocks.
+        layout: the layout of whole blocks.
         depth: concurrent reads of blocks, and concurrent writes of slices; further ones wait.
         """
         self._stores = tuple(stores)

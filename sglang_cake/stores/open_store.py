@@ -109,9 +109,9 @@ def open_blocks(
     Args:
         namespaces: of the slices by KV heads, in the order of heads; one, if blocks are stored
             whole. They name the codec.
-        layout: of whole blocks.
+        layout: the layout of whole blocks.
         depth: as for `open_store`.
-        max_error: of `auto`.
+        max_error: the bound of `auto`.
         rope_theta: see `catalogue.chain_of`.
         on_device: see `EncodedStore`; ignored with codec `raw`.
         trace: accesses are recorded there; it stays open when the store is closed.

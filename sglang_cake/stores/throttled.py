@@ -27,7 +27,7 @@ PIECE_S = 0.002
 
 
 class Link:
-    """What the reads of one event loop hold one after another."""
+    """A lock that the reads of one event loop hold one after another."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()  # fair: in order of arrival
@@ -57,7 +57,7 @@ class ThrottledStore(WrapperStore):
     ) -> None:
         """Args:
         block_bytes: bytes that are charged for a corrupt block.
-        links: those of the source, shared with its other stores; None: of this store alone.
+        links: the links of the source, shared with its other stores; None: own links.
         clock, sleep: seconds.
         """
         assert bytes_per_s > 0, bytes_per_s

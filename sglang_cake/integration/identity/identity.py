@@ -81,8 +81,8 @@ def server_fields(
     """All fields except those about the content of files.
 
     Args:
-        layout: of what is stored: blocks of this rank's pool, or their slices.
-        shard: of this rank.
+        layout: the layout of stored blocks: blocks of this rank's pool, or their slices.
+        shard: the shard of this rank.
         head_groups: number of groups of KV heads that are stored apart. The fields are then those
             of all groups: `group_namespaces` adds the group. None: blocks are stored whole.
         codec: the encoding of the blocks.
@@ -592,7 +592,7 @@ def model_jobs(
 
     Args:
         values: server arguments, resolved.
-        defaults: of all server arguments.
+        defaults: the defaults of all server arguments.
     """
     weights = Files()
     configs = Files()
@@ -698,7 +698,7 @@ class Identity:
         loaded: LoadedFiles = LOADED,
     ) -> None:
         """Args:
-        fields: of the server, from `server_fields`.
+        fields: the server's part of the namespace, from `server_fields`.
         reduce_min: see `DigestJobs`.
         on_known: called by `poll` with each new namespace.
         loaded: the files that SGLang has loaded.

@@ -89,8 +89,8 @@ def counted_arguments(
 
     Args:
         values: resolved; an attribute for each argument.
-        defaults: of all arguments of SGLang.
-        classes: of arguments in kv_settings.toml.
+        defaults: the defaults of all arguments of SGLang.
+        classes: the classes of arguments in kv_settings.toml.
     """
     if values.enable_deterministic_inference:
         classes |= {"attention", "rounding", "some_values"}

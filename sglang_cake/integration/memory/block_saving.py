@@ -263,7 +263,7 @@ class BlockSaving:
         buffers: list[Buffer] = []
         for block in unsaved.blocks:
             if block >= unsaved.full:
-                break  # of a requeued request, the tree has evicted it, or may do so
+                break  # the request was requeued, and the tree may have evicted the block
             buffer = self._writer.take(leave=self._left_to_ends)
             if buffer is None:
                 break

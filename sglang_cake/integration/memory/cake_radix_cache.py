@@ -48,7 +48,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     Attributes: set by `build`, and None where cake, or that part of it, is off.
         ends: the end states of the model; None: a prefix may end at every block.
-        copier: of a pool whose slots SGLang moves; None: they stay where they are.
+        copier: the copier of a pool whose slots SGLang moves; None: they stay where they are.
         joined: where sliding windows belong to requests, and not to the tree, the requests that
             loaded blocks have joined since their last step; else None (`restart_windows`).
         releasing: id of a request that gives its row back and returns to the queue
@@ -343,7 +343,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """Give slots to the tree, below the prefix that a waiting request has matched, and have the
         request match again.
 
-        Args: as of `attach_running`.
+        Args: as for `attach_running`.
         """
         prefix = self.prefix_device_indices(req)
         params = InsertParams(

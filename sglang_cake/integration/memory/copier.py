@@ -112,7 +112,7 @@ class _UnderWay:
 
 
 class Copier:
-    """What all copiers share. This class itself copies at once, in the calling thread, for tests.
+    """The base of all copiers. This class itself copies at once, in the calling thread, for tests.
     Servers, also those on a CPU, use `CopyThread`.
 
     Args:

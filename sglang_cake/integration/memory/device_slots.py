@@ -56,7 +56,7 @@ class DeviceSlots:
         self._block_tokens = kv.layout.block_tokens
         self._taken: list[Copy] = []  # into slots that the tree has now; those that may still run
         self.block_bytes = kv.layout.block_bytes
-        self.reclaimable_tokens = 0  # of reserved slots, and of slots that hold landed blocks
+        self.reclaimable_tokens = 0  # tokens of reserved slots, and of landed blocks
 
     @property
     def link_bytes(self) -> int:

@@ -74,7 +74,7 @@ class EndPart:
     """The end blocks of one kind of layers. They are copied as blocks of a KV pool are.
 
     Attributes:
-        copies: of each run of end blocks of one form, and how many these are.
+        copies: the copies of each run of end blocks of one form, and the number of these blocks.
         slots_of: gives the slots of any of these runs, int64 `[blocks * block_tokens]`.
         form: for the namespace.
     """
@@ -107,7 +107,7 @@ class EndStates:
 
     @classmethod
     def of(cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: DraftPools) -> "EndStates | None":
-        """Those of a model; None: a prefix needs none.
+        """The end states of a model; None: a prefix needs none.
 
         Args: tree: of the model. kv: of its blocks. drafts: of its draft models.
 
@@ -192,7 +192,7 @@ def window_rows(
     """KV of sliding windows: the rows of the last window before an end, whole rows in each block.
 
     Args:
-        pool: of the windows.
+        pool: the pool of the windows.
         block_bytes: size of a buffer.
         drafts: pools of draft models with rows for the same windows.
         window_tokens: tokens of a window, whole pages.
@@ -230,7 +230,7 @@ def recurrent_states(
     Args:
         pool: SGLang's `MambaPool`.
         block_bytes: size of a buffer.
-        drafts: those of draft models, with a row for each state.
+        drafts: the pools of draft models, with a row for each state.
 
     Raises: ConfigError.
     """

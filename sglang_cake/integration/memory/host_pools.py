@@ -33,8 +33,8 @@ def host_pools(
 
     Args:
         chunk_tokens: the most tokens of one step that this rank stores.
-        free_bytes: of host memory; defaults take at most half of it.
-        reads: of the store, at once.
+        free_bytes: free host memory; defaults take at most half of it.
+        reads: how many reads of the store run at once.
         end_blocks: blocks of an end state. They are held until the last of them is there.
 
     Raises: ConfigError if the machine does not have the memory.

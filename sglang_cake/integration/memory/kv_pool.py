@@ -45,7 +45,7 @@ MakeKV = Callable[..., "DeviceKV"]  # as `DeviceKV.beside`
 def pieces_of(
     layout: BlockLayout, piece_bytes: int = PIECE_BYTES, moving: Sequence[bool] | None = None
 ) -> list[Piece]:
-    """What is copied at a time: as many planes as `piece_bytes` hold.
+    """A piece is copied at a time: as many planes as `piece_bytes` hold.
 
     Args: moving: for each plane, whether SGLang moves its rows; None: those of all or of none.
 
@@ -75,7 +75,7 @@ class CopyMemory:
 
     Attributes:
         piece_bytes: of a place, for a block or a piece of one.
-        in_places, out_places: of the rings.
+        in_places, out_places: how many places the rings have.
         decoding_bytes: at most, beside the rings. 0: blocks are not encoded, or so large that a CPU
             decodes them.
     """
@@ -168,7 +168,7 @@ class DeviceKV:
         encoded: `load` gets payloads, and decodes them.
         rows: the pool itself, in block order: the planes of each layer, each `[rows, words]`. A row
             holds `row_tokens` slots of the layout's plane.
-        streams: that copies run on; None: they run in the calling thread.
+        streams: the streams that copies run on; None: they run in the calling thread.
         beside: `(pool, block_tokens=, drafts=)` makes the same for blocks of another pool, which
             are not larger, and not encoded.
 
@@ -286,7 +286,7 @@ class DeviceKV:
         has listed them: SGLang's scheduler reads the list in another stream. Scheduler thread."""
 
     def before_moves(self, stream: Any) -> None:
-        """What is launched on `stream` from now on starts after all copies launched so far."""
+        """Work that is launched on `stream` from now on starts after all copies launched so far."""
 
     def _rows_of(self, slots: torch.Tensor) -> SlotRows:
         """Where slots are now: in whole pages, as they are given."""
@@ -375,7 +375,7 @@ class CopyStreams:
         piece_bytes: of a place.
         places: of the ring into pools, again and again.
         ring_out: uint8 `[places, piece_bytes]`.
-        numbers: of copies, in the order of their launches.
+        numbers: the numbers of copies, in the order of their launches.
 
     Args:
         forward: the stream that forwards run on; None: the scheduler's current stream.
@@ -445,7 +445,7 @@ class CudaKV(DeviceKV):
     Args:
         forward_stream: as for `CopyStreams`.
         encoded: blocks come encoded; they are decoded on the device unless they are too large.
-        streams: of another pool of the process; None: new ones.
+        streams: the streams of another pool of the process; None: new streams.
     """
 
     streams: CopyStreams
@@ -541,7 +541,7 @@ class CudaKV(DeviceKV):
 
 @contextlib.contextmanager
 def _current(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What the calling thread launches goes to `stream`, of the thread's device.
+    """The calling thread launches on `stream`, of the thread's device.
 
     `torch.cuda.stream` looks the device up each time, for which it asks for the driver: 14 us.
     """

@@ -79,7 +79,7 @@ class KvShard:
 
 
 def wrong_head_groups(groups: int, ranks: int) -> str:
-    """What to say of a number of head groups that so many ranks cannot divide."""
+    """The error for a number of head groups that so many ranks cannot divide."""
     return (
         f"--cake-head-groups {groups} is no multiple of the {ranks} tensor-parallel ranks that "
         f"share attention: set {ranks}, or a multiple of it"

@@ -90,7 +90,7 @@ def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") ->
 
     Args:
         apart: pools inside of `pool` that the caller stores in another way: end states.
-        prefix: of the names of the parts.
+        prefix: the prefix of the names of the parts.
 
     Raises: ConfigError, one line, if the pool keeps anything else, or its slots are not rows.
     """

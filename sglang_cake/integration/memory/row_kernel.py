@@ -89,7 +89,7 @@ class RowKernel:
     Args:
         planes: the pool in block order (`DeviceKV.rows`): for each plane a tensor of any dtype,
             `[rows, ...]`, of contiguous rows. Its memory must not move.
-        layout: of a block.
+        layout: the layout of a block.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], layout: BlockLayout) -> None:

@@ -13,7 +13,7 @@ from sglang_cake.integration.step_costs import CudaTimer
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
-# Of models that generate no text.
+# The same for models that generate no text.
 _EMBEDDING = "sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding"
 
 

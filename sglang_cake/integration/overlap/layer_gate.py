@@ -202,7 +202,7 @@ class LayerGate:
     `with gate(passage):` runs a forward with that passage.
 
     Attributes:
-        passage: of the forward that runs; None: it has none.
+        passage: the passage of the forward that runs; None: it has none.
     """
 
     def __init__(self, pool: Any) -> None:

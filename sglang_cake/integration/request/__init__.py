@@ -1,1 +1,1 @@
-"""What is known of one live request."""
+"""The facts about one live request."""

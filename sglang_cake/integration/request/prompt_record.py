@@ -97,7 +97,7 @@ class LocalLoads:
             says so once.
         stored: the answer of the lookup; None: under way.
         ends: after which full blocks an end state is stored, as far as the lookup says.
-        tiers: of each full block, as of `LookedUp`.
+        tiers: the tier of each full block, as in `LookedUp`.
         last_fetched_s: when the last block was fetched; -inf: none was.
     """
 
@@ -122,8 +122,8 @@ class AgreedLoads:
         lookup_done: the lookups of all ranks have answered.
         stored: which full blocks are stored, once the lookup is done.
         ends: after which of them an end state is stored, as far as the lookup says.
-        tier: that all stored blocks are read from; None: they are in several tiers.
-        tiers: of each full block, once the lookup is done.
+        tier: the tier that all stored blocks are read from; None: they are in several tiers.
+        tiers: the tier of each full block, once the lookup is done.
         lost_ends: of these, blocks after which a part of the end state could not be loaded.
         any_landed: a block has landed.
         elapsed_s: time without progress. Before the lookup has answered, it counts from the start
@@ -253,7 +253,7 @@ class PromptRecord:
         arrival: a number that is larger for a request that arrives later, on each rank.
         arrived_s: `time.monotonic()` of this rank.
         may_overlap: the last step may begin before the last loads are over.
-        lossy: what the store delivers may differ from what was computed.
+        lossy: KV from the store may differ from computed KV.
         most_slots: device memory that the request may need until its end.
         helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
@@ -314,7 +314,7 @@ class PromptRecord:
 
     @property
     def device_work(self) -> StepWork:
-        """What the device has still to compute for this request."""
+        """The work that the device has still to do for this request."""
         return device_work(self.meet.view(), self.agreed.load_from)
 
     @property

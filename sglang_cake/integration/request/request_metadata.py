@@ -96,5 +96,5 @@ def _text(given: str) -> str:
 
 
 def _digest(text: str) -> bytes:
-    """Of any text: clients choose ids, which JSON lets have half a surrogate pair."""
+    """A digest of any text: clients choose ids, which may have half a surrogate pair in JSON."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]

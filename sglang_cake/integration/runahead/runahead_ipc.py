@@ -23,9 +23,9 @@ class IpcEngine:
     """Implements `WriteEngine` between GPUs. It ends with the process.
 
     Args:
-        device: of this process.
+        device: the GPU of this process.
         peers: number of other members. Each takes two buffers of memory on the device.
-        stream: of the copies.
+        stream: the stream of the copies.
 
     Raises: OSError if the memory cannot be shared.
     """

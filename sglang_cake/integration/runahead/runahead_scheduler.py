@@ -81,7 +81,7 @@ class Runahead:
         record_of: `(req)` gives the live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
         least_tokens: shorter spans are not shared.
-        limits: of one forward, here and on every member; without a table.
+        limits: the limits of one forward, here and on every member, without a table.
         member_settings: for tests.
     """
 

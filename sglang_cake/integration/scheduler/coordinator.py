@@ -102,7 +102,7 @@ class Coordinator:
 
     Args:
         page_tokens: page size of the tree.
-        lossy: what the store delivers may differ from what was computed.
+        lossy: KV from the store may differ from computed KV.
         end_blocks: blocks of one end state; 0: the model has none.
         tail_tokens: as in `EndStates`.
         priority_sign: 1: requests of low priority go first; -1: requests of high priority go
@@ -477,7 +477,7 @@ class Coordinator:
 
         Args:
             attach: `CakeRadixCache.attach_running` or `attach_waiting`.
-            memory: of end states, for a model that has them.
+            memory: allocates slots for end states, for a model that has them.
         """
         if (record := self.record(req)) is None:
             return
@@ -611,7 +611,7 @@ class Coordinator:
             span: stored tokens before it.
             used: blocks of `span` that arrived while the step ran, and were used.
             missing: blocks of `span` that did not arrive, and were computed.
-            tokens: of `span`, those in `used` blocks.
+            tokens: how many tokens of `span` are in `used` blocks.
         """
         record = self._live_record(req)
         record.stats.overlapped_tokens += tokens
@@ -697,7 +697,7 @@ class Coordinator:
         return requeued is not None and requeued is self.record(req)
 
     def queue_entry(self, req: "Req") -> QueueEntry:
-        """What `priority.order` needs of a waiting request."""
+        """The facts about a waiting request that `priority.order` needs."""
         record = self.record(req)
         now_s = self.prompt_loads.now_s
         prompt = self._without_keys.get(req.rid)

@@ -207,7 +207,7 @@ class CakePrefillAdder(PrefillAdder):
             return AddReqResult.OTHER
         kept = self._kept_slots + self._slots_of_others(req)
         if kept and kwargs["total_tokens"] >= self.rem_total_tokens - kept:
-            return AddReqResult.CONTINUE  # those that wait may stand after it
+            return AddReqResult.CONTINUE  # requests that keep slots may stand after it
         admission = super()._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
@@ -276,7 +276,7 @@ class CakePrefillAdder(PrefillAdder):
                     return Requeue(preemptor)
             if self._step_tokens <= 0:
                 return AS_SGLANG  # requests that decode take the whole step
-            # Those that it passes go first only in its place.
+            # Requests that it passes go first only in its place.
             most = None if budget is None else self._passing_tokens(req)
             if most == 0:
                 coordinator.held_back()
@@ -339,7 +339,7 @@ class CakePrefillAdder(PrefillAdder):
                 return Skip(AddReqResult.CONTINUE)
             if (most := self._passing_tokens(req)) == 0:
                 coordinator.held_back()
-                # One of those after it could become the chunked request, and have the device to the
+                # A request after it could become the chunked request, and have the device to the
                 # end of its prefill.
                 lost_place = coordinator.lost_place(req)
                 return Skip(AddReqResult.OTHER if lost_place else AddReqResult.CONTINUE)

@@ -53,7 +53,7 @@ class SharedCosts(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What all ranks say of some requests.
+    """What the ranks know of some requests together.
 
     Attributes:
         alike: for each request, whether it is in the same state on all ranks: all have a record of

@@ -236,7 +236,7 @@ class Evictor:
         """Remove the corrupt files of namespaces that got none for `older_than_s`.
 
         Args:
-            only: of this namespace; None: of all.
+            only: files of this namespace alone; None: files of all namespaces.
 
         Returns the space that was freed. Raises: OSError, after all namespaces were tried.
         """

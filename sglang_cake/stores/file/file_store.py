@@ -40,7 +40,7 @@ from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota
 logger = logging.getLogger(__name__)
 LOOKUP_THREADS = 2
 DEFAULT_MIN_FREE_BYTES = 10**9  # a store never fills a disk completely
-# Of the file system, for the default store.
+# Shares of the file system, for the default store.
 DEFAULT_SHARE = 0.5
 DEFAULT_MIN_FREE_SHARE = 0.2
 LEAST_CAPACITY_BYTES = 16 << 20  # the index alone may take 5 MiB

@@ -17,7 +17,7 @@ Connection = TypeVar("Connection")
 
 
 class State(enum.Enum):
-    """Of a connection."""
+    """The state of a connection."""
 
     UNAUTHENTICATED = enum.auto()  # no valid token so far
     IDLE = enum.auto()

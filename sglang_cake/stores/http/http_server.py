@@ -67,7 +67,7 @@ class StoreServer(web.Server):
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         """Args:
-        metrics: of this process.
+        metrics: the metrics of this process.
         most_connections: to this process (see `connection_limit`); puts of blocks may take half of
             them.
         workers: number of processes that answer for this server.

@@ -88,7 +88,7 @@ class Resource:
     key: BlockKey = BlockKey(b"")  # noqa: RUF009
 
 
-# Of an answer, which is not trusted. A caller can add these numbers, and show them as dates.
+# Numbers of an answer, which is not trusted. A caller can add them, and show them as dates.
 _Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Time = Annotated[float, Meta(ge=0, le=2**35)]  # until the year 3058

@@ -197,7 +197,7 @@ class BlockService:
 
     @contextlib.asynccontextmanager
     async def _put_place(self) -> AsyncIterator[None]:
-        """One of the MAX_PUTS places. Waits for it, before the body is asked for.
+        """Wait for one of the MAX_PUTS places, before the body is asked for.
 
         Raises: RefusedRequest if too many puts wait, or if no place becomes free in time.
         """

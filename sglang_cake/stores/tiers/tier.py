@@ -343,7 +343,7 @@ class Tier:
             self.copies.buffers.give(buffer)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """None also while the tier is left out."""
+        """As `Store.lend`; None also while the tier is left out."""
         memory = self.memory
         if memory is None or not self.serves:
             return None
