@@ -220,17 +220,17 @@ async def _measure(
     written: list[float] = []
     read: list[float] = []
 
-    async def write(turn: int, worker: int) -> None:
-        buffers[worker][:8] = turn.to_bytes(8, "little")
+    async def write(number: int, worker: int) -> None:
+        buffers[worker][:8] = number.to_bytes(8, "little")
         began_s = time.perf_counter()
-        if not await store.put(keys[turn], buffers[worker]):
+        if not await store.put(keys[number], buffers[worker]):
             raise ConfigError("the store has blocks that were not written")
         written.append(time.perf_counter() - began_s)
 
-    async def get(turn: int, worker: int) -> None:
+    async def get(number: int, worker: int) -> None:
         began_s = time.perf_counter()
         try:
-            await store.get_into(keys[turn], buffers[worker])
+            await store.get_into(keys[number], buffers[worker])
         except BlockMissing:
             text = "a block that was measured was evicted before it was read: write fewer bytes"
             raise ConfigError(f"{named.url}: {text}") from None
@@ -262,12 +262,12 @@ async def _measure(
 
 
 async def _timed(blocks: int, work: Callable[[int, int], Any], at_once: int) -> float:
-    async def turns() -> AsyncIterator[int]:
-        for turn in range(blocks):
-            yield turn
+    async def numbers() -> AsyncIterator[int]:
+        for number in range(blocks):
+            yield number
 
     began_s = time.perf_counter()
-    await for_each(turns(), work, at_once)
+    await for_each(numbers(), work, at_once)
     return time.perf_counter() - began_s
 
 
@@ -309,8 +309,8 @@ def _keys(at_once: int, blocks: int) -> list[BlockKey]:
 async def _delete(store: Store, keys: list[BlockKey]) -> None:
     """Delete the written blocks. They are not listed, since not every store can list."""
 
-    async def delete(turn: int, worker: int) -> None:
-        await store.delete(keys[turn])
+    async def delete(number: int, worker: int) -> None:
+        await store.delete(keys[number])
 
     await _timed(len(keys), delete, 4)
     await store.remove_description()

@@ -269,16 +269,16 @@ class StoreContract:
     async def test_store_cancelled_calls_leave_blocks_and_buffers_intact(
         self, store: Store
     ) -> None:
-        for turns in range(6):  # how far each call gets before it is cancelled
-            key, out = key_of(turns), bytearray(LAYOUT.block_bytes)
+        for steps in range(6):  # how far each call gets before it is cancelled
+            key, out = key_of(steps), bytearray(LAYOUT.block_bytes)
             told = ProgressRecord(out, block_of("old"))
             await store.put(key_of("old"), block_of("old"))
             calls: list[asyncio.Task[object]] = [
-                asyncio.create_task(store.put(key, block_of(turns))),
+                asyncio.create_task(store.put(key, block_of(steps))),
                 asyncio.create_task(store.get_into(key_of("old"), memoryview(out), told)),
                 asyncio.create_task(store.contains([key])),
             ]
-            for _ in range(turns):
+            for _ in range(steps):
                 await asyncio.sleep(0)
             for call in calls:
                 call.cancel()
@@ -287,7 +287,7 @@ class StoreContract:
             out[:] = bytes(len(out))
             assert await read(store, key_of("old")) == block_of("old")
             if (await store.contains([key]))[0]:
-                assert await read(store, key) == block_of(turns)
+                assert await read(store, key) == block_of(steps)
             assert bytes(out) == bytes(len(out)), "written after the call had returned"
             assert told.counts == counts, "told after the call had returned"
             assert told.wrong == []
