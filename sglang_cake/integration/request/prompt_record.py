@@ -124,18 +124,18 @@ class AgreedLoads:
         ends: after which of them an end state is stored, as far as the lookup says.
         tier: the tier that all stored blocks are read from; None: they are in several tiers.
         tiers: the tier of each full block, once the lookup is done.
-        lost_ends: of these, blocks after which a part of the end state could not be loaded.
+        lost_ends: blocks after which a part of the end state could not be loaded.
         any_landed: a block has landed.
         elapsed_s: time without progress. Before the lookup has answered, it counts from the start
             of the lookup. After that, it counts from the last fetched block, or from the moment
             when the link began to serve this prompt first, whichever is later. 0 while the link
             serves other prompts first, or no buffer is free.
         first_poll_s: the shared clock at the first update.
-        now_s: the shared clock (`Vote`) at the last one.
+        now_s: the shared clock (`Vote`) at the last update.
         load_from: blocks from this one on are worth loading; None: no block is.
         ever_asked: whether any block was ever worth loading, or has landed.
-        link_idle: at the last update it was so (`LoadUpdate`), and no block had been fetched: not
-            even one that waited in its buffer for this update.
+        link_idle: the last update said so (`LoadUpdate`), and had no fetched block: not even a
+            block that waited in its buffer for this update.
     """
 
     lookup_done: bool = False

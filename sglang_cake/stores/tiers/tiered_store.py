@@ -1,16 +1,16 @@
 """Several stores as one, fastest first: `file:///nvme/kv,http://kv-host:8700`.
 
 - A lookup asks all tiers at once. A block is stored if any tier has it.
-- A read goes to memory, if that has the block, or to the tier that should deliver the block first
-  (`link_speed`), and after a failure to the next tier that has the block.
+- A read goes to a tier in memory that has the block, or else to the tier that should deliver the
+  block first (`link_speed`). After a failure it goes to the next tier that has the block.
 - A put goes to the first tier that takes the block, and to the others in the background
   (`tier.CopyQueue`).
-- A block that is read from a lower tier is copied to the tiers above: to one in memory if that
-  one's eviction policy prefers it to what is there, to others at the second read
+- A block that is read from a lower tier is copied to the tiers above: to a tier in memory if its
+  eviction policy prefers the block to a stored one, to other tiers at the second read
   (`PromoteOnSecondRead`).
 - A tier that fails repeatedly is left out for a while (`circuit_breaker.Breaker`). A tier whose
-  reads fail is asked for no blocks either: they would be announced, and not read. In the background
-  it is asked, and one block is read, until that works.
+  reads fail is not asked for blocks either, since it would report blocks that cannot be read. In
+  the background the tier is asked, and one block is read, until that works.
 """
 
 import asyncio
@@ -56,7 +56,8 @@ FormOf = Callable[[int], Awaitable[memoryview]]
 # there now.
 Unpack = Callable[[memoryview, int], Awaitable[int]]
 
-# Times `late_answer_s`. So a lookup is late before it is cancelled (`loader.ENDED_LOOKUP_S`).
+# A lookup without any answer is late after so many times `late_answer_s`. That is before it is
+# cancelled (`loader.ENDED_LOOKUP_S`).
 NO_ANSWER = 3
 COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated when first used
 MIN_COPY_BLOCKS, MAX_COPY_BLOCKS = 2, 4096
@@ -108,7 +109,7 @@ class TierLocations:
 
         Args:
             asked: set of tiers that answered.
-            having: set of those that have the block.
+            having: set of the tiers that have the block.
         """
         before = self._known.pop(key, _UNKNOWN)
         now_having = before.having & ~asked | having
@@ -150,8 +151,8 @@ class TieredStore(Store):
 
     Attributes:
         tiers: fastest first; closed with this store.
-        late_answer_s: time that other tiers have for a lookup after the first answer. Before it,
-            all of them have NO_ANSWER times as long.
+        late_answer_s: time that other tiers have for a lookup after the first answer. All tiers
+            have NO_ANSWER times as long for the first answer.
         drain_s: time that `close` goes on copying.
     """
 
@@ -262,8 +263,8 @@ class TieredStore(Store):
         """As `get_into`.
 
         Args:
-            unpack: changes a payload that was read from a tier below before it moves up to one in
-                memory. `out` begins with the changed payload then.
+            unpack: changes a payload that was read from a lower tier, before it moves up to a tier
+                in memory. `out` begins with the changed payload then.
 
         Returns the number of bytes that were read, and of the payload.
         Raises: as `get_into`, and what `unpack` raises.
@@ -309,7 +310,7 @@ class TieredStore(Store):
 
         Args:
             form_of: called when a payload is needed, for one tier at a time, and at most once for
-                each. It is not called for tiers that take no block now.
+                each tier. It is not called for tiers that take no block now.
 
         Raises: as `put`; the error of `form_of`, if no tier has the block then.
         """
@@ -347,9 +348,9 @@ class TieredStore(Store):
                 raise result
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        """As in `Store`. A block in several tiers is listed once, as in the fastest of them.
+        """As in `Store`. A block in several tiers is listed once, as the fastest of them lists it.
 
-        If a tier fails, the blocks of the others are listed before the StoreUnavailable.
+        If a tier fails, the blocks of the other tiers are listed before the StoreUnavailable.
         """
         self._check_open()
         seen: set[BlockKey] = set()
@@ -374,8 +375,8 @@ class TieredStore(Store):
 
     async def stats(self) -> StoreStats:
         """As in `Store`. Bytes are summed over the tiers that know them. The number of blocks is
-        unknown, since most are in several tiers. Without an answer of any tier, the states and
-        counts of all of them are left."""
+        unknown, since most are in several tiers. If no tier answers, the stats have only the states
+        and counts of the tiers."""
         self._check_open()
         now_s = self._clock()
         answers: list[_Answer[StoreStats]] = []
@@ -431,7 +432,8 @@ class TieredStore(Store):
         now_s = self._clock()
         well = [tier for tier in left if tier.serves]
         having = [tier for tier in well if tier.bit & known.having]
-        # Another tier beside memory would cost more processor time than the wait for memory.
+        # If memory has the block, reading it from another tier would cost more processor time than
+        # waiting for memory.
         having = [tier for tier in having if tier.memory is not None][:1] or having
         if having and not queued:
             return having[quickest([tier.link for tier in having], now_s)]
@@ -455,7 +457,7 @@ class TieredStore(Store):
         if fast and unpack is not None:
             size_bytes = await unpack(out, size_bytes)
         for upper, memory in fast:
-            with contextlib.suppress(StoreError):  # counted; the read has its bytes
+            with contextlib.suppress(StoreError):  # the tier counts it; the read has its bytes
                 if await upper.promote(memory, key, out[:size_bytes]):
                     upper.counts.moved_up_blocks += 1
         return size_bytes
@@ -492,7 +494,7 @@ class TieredStore(Store):
         tier: Tier,
         stored: _Stored | None,
     ) -> bool:
-        """Queue the block for one tier. A payload that a tier in memory has is not copied.
+        """Queue the block for one tier. A payload that a tier in memory has is not copied first.
 
         Returns False if the queue is full. Raises: as `CopyQueue.offer`.
         """
@@ -509,7 +511,7 @@ class TieredStore(Store):
         self._locations.learn(key, asked=tier.bit, having=tier.bit)
 
     async def _probe(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
-        """Ask a tier that is left out, and read a block if it is its reads that failed."""
+        """Ask a tier that is left out. If its reads have failed, read a block."""
         found = await tier.contains(keys)
         if tier.reading.is_closed or tier.index in self._probes or self._closed:
             return
@@ -551,7 +553,7 @@ class TieredStore(Store):
         def done(task: "asyncio.Task[Any]") -> None:
             tier.given_up.discard(task)
             if not task.cancelled() and isinstance(task.exception(), TimeoutError):
-                tier.late(ticket)  # of a probe
+                tier.late(ticket)  # the call was a probe
 
         ticket = tier.asking.ticket
         tier.given_up.add(task)
@@ -563,8 +565,8 @@ class TieredStore(Store):
 
 
 async def _until_answered(tasks: list["asyncio.Task[T]"], patience_s: float) -> None:
-    """Return when all tasks are done, or `patience_s` after the first that succeeded, or
-    NO_ANSWER times as long after the start, if none has.
+    """Return when all tasks are done, or `patience_s` after the first task that succeeded; if no
+    task has succeeded, NO_ANSWER times as long after the start.
 
     Cancellation: returns once all tasks are done.
     """
