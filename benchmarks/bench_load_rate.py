@@ -37,7 +37,7 @@ from sglang_cake.demo.event_trace import TRACE_ENV, read_event_trace
 from sglang_cake.simulator.shapes import kv_token_bytes
 from sglang_cake.stores.base import USUAL_DEPTH
 
-DOC = facts.ROOT / "docs/performance.md"
+DOC = facts.REPORTS / "servers.md"
 CHUNK_TOKENS = 512
 STATES = {"disk": "on the disk", "cache": "in the page cache"}
 ARMS = ("server", "reads", "copies")
@@ -197,7 +197,7 @@ def text(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def documented(result: dict[str, Any]) -> dict[str, str]:
-    """The table of docs/performance.md, by its name."""
+    """The table of the report, by its name."""
     return {"load-rate": text(result["cells"])}
 
 
