@@ -17,10 +17,14 @@ DOCS = sorted(ROOT.glob("docs/*.md"))
 REPORTS = sorted(ROOT.glob("benchmarks/reports/*.md"))
 LINKED = [*DOCS, *REPORTS, *(ROOT / name for name in ("README.md", "CHANGELOG.md"))]
 LINKED += [ROOT / folder / "README.md" for folder in ("benchmarks", "benchmarks/gpu", "patches")]
+LINKED += sorted(ROOT.glob("examples/**/README.md"))
 LINKED += [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [path for path in LINKED if path.name != "CHANGELOG.md"]  # which names what has gone
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 SHIPPED = "\n".join(p.read_text() for p in (ROOT / "sglang_cake/testing").glob("*_contract.py"))
+# Files and folders of stores, models and SGLang, and the folder of any version of a patch.
+ELSEWHERE = {"config.json", "namespace.json", "index.lock", "corrupt/", "costs/", "np/", "sglang/"}
+ELSEWHERE |= {"sglang-X.Y.Z/"}
 
 
 @cache
@@ -67,10 +71,11 @@ def words_of(paths: Iterable[Path]) -> frozenset[str]:
 
 @cache
 def words() -> frozenset[str]:
-    """Every word of the source texts, the names of modules, and those of metrics."""
+    """Every word of the source texts but this one, the names of modules, and those of metrics."""
     kinds = {".py", ".sh", ".diff", ".patch", ".lock", ".txt", ""}
     kinds |= {".json", ".toml", ".yaml", ".yml"}
-    sources = words_of(ROOT / path for path in tracked() if path.suffix in kinds)
+    paths = (ROOT / path for path in tracked() if path.suffix in kinds)
+    sources = words_of(path for path in paths if path != Path(__file__))
     metrics = re.findall(r"`sglang:cake_(\w+)`", (ROOT / "docs/monitoring.md").read_text())
     return sources | {path.stem for path in tracked()} | {*metrics}
 
@@ -83,7 +88,7 @@ def sglang_words() -> frozenset[str]:
     return words_of(Path(folder).rglob("*.py"))
 
 
-def is_name(name: str) -> bool:
+def is_word(name: str) -> bool:
     plain = name.removeprefix("cake_")
     ours = {name, plain, plain.removesuffix("_total")}
     return not ours.isdisjoint(words()) or name in sglang_words()
@@ -107,12 +112,22 @@ def files_of(name: str) -> set[Path] | None:
     return files_by_ending().get(Path(name).parts)
 
 
+def is_path(name: str) -> bool:
+    """Of a file or folder that the repository has or had."""
+    if not re.fullmatch(r"[\w.-][\w./-]*", name) or name in ELSEWHERE:
+        return False
+    first = Path(name).parts[0]
+    folders = {part for path in tracked() for part in path.parts[:-1]}
+    suffixes = {path.suffix for path in tracked() if path.suffix}
+    of_ours = "/" in name and first in folders
+    return of_ours or name.endswith("/") or Path(name).suffix in suffixes
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docs_back_ticked_paths_exist(path: Path) -> None:
-    ours = r"(?:sglang_cake|tests|benchmarks|deploy|docs|patches|examples|\.ci)/"
     for text in re.findall(r"`([^`\n]+)`", prose(path)):
         name, _, rest = text.partition(": ")
-        if re.fullmatch(r"[\w./-]+\.(?:py|md)", name) or re.fullmatch(ours + r"[\w./-]*", name):
+        if is_path(name):
             files = files_of(name)
             assert files is not None, text
             assert words_of(ROOT / file for file in files).issuperset(
@@ -156,15 +171,55 @@ def test_docs_wrong_reference_in_a_source_is_found(text: str) -> None:
     assert not wrong_references("See docs/theory.md#the-meeting-point, and docs/theory.md, `C(x)`.")
 
 
+@cache
+def words_by_owner() -> dict[str, set[str]]:
+    """The words of the files that define a class or module of the package, by its name."""
+    found: dict[str, set[str]] = {}
+    for path in ROOT.glob("sglang_cake/**/*.py"):
+        text = path.read_text()
+        for owner in {path.stem, *re.findall(r"^class (\w+)", text, flags=re.MULTILINE)}:
+            found.setdefault(owner, set()).update(words_of([path]))
+    return found
+
+
+def is_name(name: str) -> bool:
+    """Of a known thing; `Class.member` and `module.member` of the package have that member."""
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] in words_by_owner() and parts[1] not in sglang_words():
+        return parts[1] in words_by_owner()[parts[0]]
+    return all(is_word(part) for part in parts)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docs_back_ticked_names_exist(path: Path) -> None:
     for text in re.findall(r"`([^`\n]+)`", prose(path)):
         name = text.removesuffix("()")
-        compound = r"[A-Za-z]+_\w+|[A-Z][a-z]+[A-Z]\w*"
-        if re.fullmatch(rf"(?:\w+\.)*(?:{compound})", name):
-            assert is_name(name.rpartition(".")[2]), text
+        if re.fullmatch(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*", name) and not is_path(name):
+            assert is_name(name), text
         for flag in re.findall(r"--(cake-[\w-]+)", text):
             assert flag.removeprefix("cake-").replace("-", "_") in {*NAMES, "config"}, text
+
+
+@pytest.mark.parametrize(
+    ("text", "is_there"),
+    [
+        ("integration/compat.toml", True),
+        ("integration/compatible.toml", False),
+        ("loading/", True),
+        ("unloading/", False),
+        ("stores/ejection/", False),
+        ("servers.yaml", False),
+    ],
+)
+def test_docs_wrong_path_is_found(text: str, is_there: bool) -> None:
+    assert is_path(text)
+    assert (files_of(text) is not None) == is_there
+
+
+@pytest.mark.parametrize("name", ["Unbreaker", "boundary.register_late", "unboundary.register"])
+def test_docs_wrong_name_is_found(name: str) -> None:
+    assert is_name("boundary.register")
+    assert not is_name(name)
 
 
 def test_docs_generated_parts_are_up_to_date() -> None:
