@@ -67,7 +67,12 @@ from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.integration.support_matrix import check_context, keys_media, may_overlap
+from sglang_cake.integration.support_matrix import (
+    check_context,
+    keys_media,
+    may_decode_for_others,
+    may_overlap,
+)
 from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
@@ -581,7 +586,7 @@ def device_kv(
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
         return DeviceKV(pool, block_tokens=block_tokens, apart=apart, drafts=drafts)
-    return CudaKV(
+    kv = CudaKV(
         pool,
         block_tokens=block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
@@ -589,6 +594,8 @@ def device_kv(
         apart=apart,
         drafts=drafts,
     )
+    kv.remote_writes = may_decode_for_others(resolving_view(ctx.server_args))
+    return kv
 
 
 def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvShard:

@@ -349,7 +349,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
     kind = None if model is None else unsupported_model(model)
     if kind is not None:
         return kind
-    if _may_decode_for_others(args):
+    if may_decode_for_others(args):
         if not args.disaggregation_decode_enable_radix_cache:
             return (
                 "cake stores what the radix cache of a decode server has: set "
@@ -379,7 +379,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
 
-def _may_decode_for_others(args: Any) -> bool:
+def may_decode_for_others(args: Any) -> bool:
     """Whether this is a decode server, or may become one."""
     if args.disaggregation_mode == "null":
         return False
@@ -393,7 +393,7 @@ def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
     if model is None or not model.is_ngram_table:
         return None
     remedy = None
-    if _may_decode_for_others(args):
+    if may_decode_for_others(args):
         remedy = "remove --enable-cake on decode servers; prefill servers may have it"
     elif args.enable_mixed_chunk:
         remedy = "remove --enable-mixed-chunk"

@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 _LATER = {_aten.copy_, _aten.index_copy_, _aten.index_select, _aten.floor_divide}
 
 
-class _Record:
+class FakeRecord:
     """One recording of an event."""
 
     done = False
@@ -40,10 +40,10 @@ class _Record:
 class FakeEvent:
     def __init__(self, **kwargs: object) -> None:
         self._cuda = FakeCuda.now
-        self.last: _Record | None = None
+        self.last: FakeRecord | None = None
 
     def record(self, stream: "FakeStream | None" = None) -> None:
-        record = self.last = _Record()
+        record = self.last = FakeRecord()
         (stream or self._cuda.current_stream()).launch(record.set)
 
     def query(self) -> bool:
@@ -67,10 +67,10 @@ class FakeStream:
         self._cuda = FakeCuda.now
         self.priority = priority
         self.device_index = 0
-        self.queue: deque[tuple[_Record | None, Callable[[], object]]] = deque()
+        self.queue: deque[tuple[FakeRecord | None, Callable[[], object]]] = deque()
         self._cuda.streams.append(self)
 
-    def launch(self, work: Callable[[], object], after: _Record | None = None) -> None:
+    def launch(self, work: Callable[[], object], after: FakeRecord | None = None) -> None:
         with self._cuda.lock:
             self.queue.append((after, work))
         if self._cuda.eager:
@@ -133,7 +133,7 @@ class FakeCuda:
         found: FakeStream = self._here.stream
         return found
 
-    def run_until(self, record: _Record | None, deadline_s: float = 60.0) -> None:
+    def run_until(self, record: FakeRecord | None, deadline_s: float = 60.0) -> None:
         end_s = time.monotonic() + deadline_s
         while record is not None and not record.done:
             if not self._step():
@@ -159,7 +159,7 @@ class FakeCuda:
             return True
 
 
-def _is_free(after: _Record | None) -> bool:
+def _is_free(after: FakeRecord | None) -> bool:
     return after is None or after.done
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, PlainRowKernel, install
+from fake_cuda import FakeCuda, FakeEvent, FakeRecord, PlainRowKernel, install
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_pools import as_bytes, buffers_for, buffers_of, mha, since_0_5_23, unified
+from kv_pools import as_bytes, buffers_for, buffers_of, mha, record_of, since_0_5_23, unified
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.server_args import ServerArgs
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +20,15 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_cake.codecs.catalogue import chain_of
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.buffers import PAGE_BYTES, Buffer, on_page
+from sglang_cake.core.buffers import PAGE_BYTES, Buffer, BufferPool, on_page
+from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.build import device_kv
+from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.end_states import (
     EndPart,
     EndSlots,
@@ -41,6 +46,8 @@ from sglang_cake.integration.memory.kv_pool import (
     pieces_of,
 )
 from sglang_cake.integration.overlap.layer_gate import CudaRows
+from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.writeback.block_writer import Writer
 
 BLOCK, SEEDS = 16, range(12)
 PLACE_BYTES = 4096  # of which a block takes several
@@ -77,6 +84,15 @@ class GpuHarness:
         )
         order = torch.randperm(12 * BLOCK, generator=torch.Generator().manual_seed(seed)) + 1
         self.slots = list(order.split(BLOCK))
+
+    def build(self, args: ServerArgs) -> None:
+        """Have the `CudaKV` of a server with these settings."""
+        ctx: Any = SimpleNamespace(
+            server_args=args,
+            params=SimpleNamespace(page_size=1),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(forward_stream=self.forward)),
+        )
+        self.kv = device_kv(ctx, self.pool, CakeConfig(block_tokens=BLOCK), (), (), sliced=False)
 
     def fill(self, slots: torch.Tensor, value: int) -> None:
         """A forward that writes to `slots`."""
@@ -171,14 +187,7 @@ def test_cuda_kv_is_ordered_with_forwards_on_the_stream_that_sglang_runs_them_on
     declare_resolution(args, "of the model", disable_overlap_schedule=not overlaps)
     for wrong in (GpuHarness.wrong_loads, GpuHarness.wrong_saves):
         harness = GpuHarness(monkeypatch, seed)
-        runner = SimpleNamespace(forward_stream=harness.forward)
-        ctx: Any = SimpleNamespace(
-            server_args=args,
-            params=SimpleNamespace(page_size=1),
-            tp_worker=SimpleNamespace(model_runner=runner),
-        )
-        config = CakeConfig(block_tokens=BLOCK)
-        harness.kv = device_kv(ctx, harness.pool, config, (), (), sliced=False)
+        harness.build(args)
         if not overlaps:
             harness.forward = torch.cuda.current_stream()
         assert wrong(harness) == 0
@@ -260,6 +269,129 @@ def test_cuda_kv_moves_of_slots_are_behind_all_copies(
         harness.run()
         wrong += seen != [bytes([1]) * whole] or bytes(buffer.view) != bytes([2]) * whole
     assert bool(wrong) != waits
+
+
+# ---- slots that other servers write to ----
+
+
+class BusyGpu(GpuHarness):
+    """A step runs, and ends when the host waits for the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, 0)
+        self.step = FakeRecord()
+        wait = FakeEvent.synchronize
+
+        def synchronize(event: FakeEvent) -> None:
+            self.step.set()
+            wait(event)
+
+        monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+        self.forward.launch(lambda: None, after=self.step)
+
+    def write(self, slots: torch.Tensor, value: int, *others: torch.Tensor) -> None:
+        """As another server does: at once, in no stream."""
+        for rows in (*map(as_bytes, buffers_of(self.pool)), *others):
+            rows[slots] = value
+
+    def run(self) -> None:
+        self.step.set()
+        super().run()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_block_saving_has_read_slots_when_another_server_may_write_to_them(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """A decode server gives freed slots to transfers, which are in no stream. With the control."""
+    gpu = BusyGpu(monkeypatch)
+    gpu.kv.remote_writes = waits
+    states = torch.zeros((BLOCK + 1, 400), dtype=torch.uint8)
+    found = SimpleNamespace(conv=[], temporal=states[None], extra_checkpoint_buffers=[])
+    pool: Any = SimpleNamespace(get_device_pool_infos=lambda: (SimpleNamespace(buffer_info=found),))
+    size = gpu.kv.layout.block_bytes
+    ends = EndStates([recurrent_states(gpu.kv.beside, pool, size)])
+    assert ends.count == 1
+    copier, io, store = CopyThread(gpu.kv), IoThread(), MemoryStore()
+    writer = Writer(store, BufferPool(buffers_for(gpu.kv, 2)), io, Counters())
+    saving = BlockSaving(gpu.kv, copier, writer, ends=ends)
+    record = record_of(1, block=BLOCK)
+    record.agreed.lookup_done = True
+    row = torch.arange(BLOCK) + 1
+    gpu.write(row, 0x11, states)
+    saving.checkpointed(
+        record, record.tokens, row, last=True, find_end=lambda stop: EndSlots(state=row[:1])
+    )
+    saving.released(record)
+    saving.before_slots_are_freed(lambda record: False)
+    gpu.write(row, 0xEE, states)
+    gpu.run()
+    io.run(writer.drained(), 60.0)
+    copier.close()
+    io.close()
+    value = 0x11 if waits else 0xEE
+    of_end = bytes([value]) * 400
+    assert sorted(store.blocks.values()) == sorted(
+        [bytes([value]) * size, of_end.ljust(size, b"\0")]
+    )
+
+
+@since_0_5_23
+@pytest.mark.parametrize(
+    ("mode", "changes_roles", "waits"),
+    [
+        ("null", False, False),
+        ("prefill", False, False),
+        ("prefill", True, True),
+        ("decode", False, True),
+    ],
+)
+def test_cuda_kv_of_a_server_that_may_decode_for_others_expects_their_writes(
+    monkeypatch: pytest.MonkeyPatch, mode: str, changes_roles: bool, waits: bool
+) -> None:
+    harness = GpuHarness(monkeypatch, 0)
+    args = ServerArgs(model_path="m")
+    args.disaggregation_mode = mode
+    args.enable_pd_role_switch = changes_roles
+    harness.build(args)
+    assert harness.kv.remote_writes == waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_cuda_kv_has_read_rows_that_slots_leave_when_another_server_may_write_to_them(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """With the control."""
+    gpu = BusyGpu(monkeypatch)
+    gpu.kv.remote_writes = waits
+    slots = gpu.slots[0]
+    gpu.write(slots, 0x11)
+    (buffer,) = buffers_for(gpu.kv, 1)
+    gpu.kv.save(slots, [buffer], gpu.kv.fence())
+    gpu.kv.before_moves(gpu.cuda.current_stream())
+    gpu.write(slots, 0xEE)
+    gpu.run()
+    assert set(buffer.view) == {0x11 if waits else 0xEE}
+
+
+@pytest.mark.parametrize("how", ["_emptied", "let_go"])
+def test_tree_that_is_emptied_or_lets_cake_go_has_no_copy_under_way(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Transfers read the slots of loaded blocks, and in another role of the server write to those
+    of withdrawn ones, in no stream."""
+    gpu = BusyGpu(monkeypatch)
+    tree: Any = CakeRadixCache.__new__(CakeRadixCache)
+    tree.service = SimpleNamespace(kv=gpu.kv)
+    tree.coordinator = SimpleNamespace(off_everywhere=True, emptied=lambda: None)
+    copy = gpu.kv.load(gpu.block(0x11), gpu.slots[0], gpu.kv.fence())
+    getattr(tree, how)()
+    assert all((as_bytes(rows)[gpu.slots[0]] == 0x11).all() for rows in buffers_of(gpu.pool))
+    gpu.run()
+    assert copy.done()
+
+
+# ---- slots that move ----
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -193,8 +193,8 @@ class BlockSaving:
 
     def before_slots_are_freed(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """The tree is about to free slots. Forwards that are launched from now on wait for the
-        copies that still read them. The scheduler thread waits until these copies are launched; a
-        save that is late is given up.
+        copies that still read them. The scheduler thread waits until these copies are launched, and
+        where other servers write to slots, until they are over; a save that is late is given up.
 
         Args: is_live: whether a request still locks its slots in the tree. It never locks the end
             states that it has passed.
@@ -202,7 +202,7 @@ class BlockSaving:
         self._saves = [each for each in self._saves if not each[1].ended.done()]
         due = [save.launched for of, save in self._saves if of is None or not is_live(of)]
         copies = self._copier.wait_launched(due)
-        self._kv.order_forwards_after([copy for copy in copies if copy is not None])
+        self._kv.order_writes_after([copy for copy in copies if copy is not None])
 
     def wait_launched(self) -> None:
         """Wait until the copies of all saves are launched; a save that is late is given up."""

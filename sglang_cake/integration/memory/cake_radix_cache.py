@@ -197,6 +197,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """Drop cake, if all ranks know that it is off and no overlapped step is under way."""
         busy = self.overlap_runner is not None and self.overlap_runner.due
         if self.coordinator is not None and self.coordinator.off_everywhere and not busy:
+            self._wait_for_copies()
             self.coordinator = None
             self.service = None
             self.overlap_runner = None
@@ -578,6 +579,13 @@ class CakeRadixCache(UnifiedRadixCache):
         self._before_slots_are_freed()
         if self.coordinator is not None:
             self.coordinator.emptied()
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """No copy is under way any more. In another role of the server, SGLang's transfers read and
+        write slots from now on, in no stream; without a coordinator, they read them at once."""
+        if self.service is not None:
+            self.service.kv.wait_for_copies()
 
     def _free_states(self) -> int:
         """How many states there is memory for, where states and KV share it; else 0."""

@@ -97,7 +97,7 @@ class Save:
 
     Attributes:
         launched: the copy, once it is launched. The slots may be written again after
-            `DeviceKV.order_forwards_after` it. Cancelled: it was given up before.
+            `DeviceKV.order_writes_after` it. Cancelled: it was given up before.
         ended: done when the host memory is whole. Raises: what the launch raised.
     """
 

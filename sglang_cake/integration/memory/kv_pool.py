@@ -165,6 +165,7 @@ class DeviceKV:
         moves: SGLang moves slots to other rows. `before_moves` orders copies with that.
         also_scheduler: what the scheduler's stream does in the pools, as forwards do, waits for
             copies too.
+        remote_writes: another server writes to slots that SGLang has allocated, in no stream.
         encoded: `load` gets payloads, and decodes them.
         rows: the pool itself, in block order: the planes of each layer, each `[rows, words]`. A row
             holds `row_tokens` slots of the layout's plane.
@@ -196,6 +197,7 @@ class DeviceKV:
         self.moves = moves_slots(pool)
         # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
         self.also_scheduler = self.moves
+        self.remote_writes = False
         moving = [self.moves] * len(found)
         for draft in drafts:
             planes = pool_planes(draft, apart=apart, prefix="draft_")
@@ -277,6 +279,11 @@ class DeviceKV:
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         """Forwards that are launched from now on start after these copies, all in one direction,
         have left the KV pool."""
+
+    def order_writes_after(self, copies: Sequence[Copy]) -> None:
+        """As `order_forwards_after`, before the slots of these copies are freed. Where other
+        servers write to slots, the calling thread waits for the copies."""
+        self.order_forwards_after(copies)
 
     def wait_for_copies(self) -> None:
         """Wait until all copies launched so far have left the KV pool."""
@@ -519,11 +526,15 @@ class CudaKV(DeviceKV):
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         if copies:
-            last = max(copies, key=lambda copy: copy.number)
-            assert last.pool is not None
+            left = _left_pool(copies)
             of_sglang = self.streams.of_sglang
             for stream in of_sglang if self.also_scheduler else of_sglang[-1:]:
-                stream.wait_event(last.pool)
+                stream.wait_event(left)
+
+    def order_writes_after(self, copies: Sequence[Copy]) -> None:
+        super().order_writes_after(copies)
+        if copies and self.remote_writes:
+            _left_pool(copies).synchronize()
 
     def wait_for_copies(self) -> None:
         _recorded(self.streams.into).synchronize()
@@ -537,6 +548,8 @@ class CudaKV(DeviceKV):
     def before_moves(self, stream: Any) -> None:
         stream.wait_stream(self.streams.into)
         stream.wait_stream(self.streams.out)
+        if self.remote_writes:  # another server may get the rows that the slots leave
+            self.wait_for_copies()
 
 
 @contextlib.contextmanager
@@ -551,6 +564,13 @@ def _current(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_stream(before)
+
+
+def _left_pool(copies: Sequence[Copy]) -> torch.cuda.Event:
+    """Recorded when the last of these copies, all in one direction, leaves the KV pool."""
+    event = max(copies, key=lambda copy: copy.number).pool
+    assert event is not None
+    return event
 
 
 def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
