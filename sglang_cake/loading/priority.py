@@ -246,7 +246,7 @@ def _key(entry: QueueEntry) -> SortKey:
     return entry.level, entry.tenant_round, aged_s, not first_of_its_age, entry.arrival
 
 
-class _Turn(NamedTuple):
+class _Prefill(NamedTuple):
     """When the server of a `FcfsSchedule` computes `tokens` of a prompt."""
 
     begin_s: float
@@ -255,40 +255,38 @@ class _Turn(NamedTuple):
 
 
 class FcfsSchedule:
-    """When a server that computes all prompts, in the order of arrival, would prefill them.
+    """When a server that computes all prompts, in the order of arrival, would prefill each of them.
+    Slack is measured against it (docs/scheduling.md, "Slack"). Not thread-safe.
 
-    It is predicted when a prompt comes. Prompts that are aborted, and tokens that the tree has when
-    a prompt is first planned, are not computed, so later prompts are computed earlier. The clock
-    starts with the first prompt.
-
-    Source: the bound of the Fair Sojourn Protocol (docs/theory.md).
+    A prefill is predicted when the prompt comes. Later prefills become earlier when a prompt is
+    aborted, or when the tree has more of a prompt at its first step.
 
     Args: cost_s: predicted time to compute tokens `[start, stop)` of a prompt alone.
     """
 
     def __init__(self, cost_s: Callable[[Span], float]) -> None:
         self._cost_s = cost_s
-        self._turns: dict[Hashable, _Turn] = {}
+        self._prefills: dict[Hashable, _Prefill] = {}
         self._last_end_s = 0.0
         self._prefilled: set[Hashable] = set()  # since the last poll
-        # Time since there was no prompt, less that in which the real server could prefill none, as
-        # for want of memory: this one would have stood still, too.
+        # Time since there was no prompt, without the time in which the real server could prefill
+        # none, for example because memory was short: this server would have stood still, too.
         self._clock_s = 0.0
         self._polled_s = 0.0
 
     def clear(self) -> None:
         """Forget all prompts."""
-        self._turns.clear()
+        self._prefills.clear()
 
     def prefilled(self, prompt: Hashable) -> None:
-        """The real server computes a prompt to its end."""
+        """The real server computes a prompt to its end. Until the next poll it counts as live."""
         self._prefilled.add(prompt)
 
     def slack_s(self, prompt: Hashable, compute_s: float) -> float:
         """For how long others may have the device first, if the rest of a prompt takes `compute_s`
         and its prefill must not end later than in this schedule."""
-        turn = self._turns.get(prompt)
-        return (0.0 if turn is None else turn.end_s - self._clock_s) - compute_s
+        planned = self._prefills.get(prompt)
+        return (0.0 if planned is None else planned.end_s - self._clock_s) - compute_s
 
     def polled(
         self,
@@ -299,12 +297,12 @@ class FcfsSchedule:
         matched: Callable[[Any], int],
         went_on: bool = True,
     ) -> None:
-        """Time passes, prompts come and leave.
+        """Predict the prefills of new prompts, and forget prompts that have left.
 
         Args:
-            prompts: those that wait for prefill or are in it, in the order of arrival. Others that
-                were not `prefilled` have been aborted.
-            rest: what is to be computed of a new prompt.
+            prompts: prompts that wait for prefill or are in it, in the order of arrival. Prompts
+                that are missing, and were not `prefilled`, have been aborted.
+            rest: the tokens of a new prompt that are to be computed.
             matched: how many leading tokens the tree had at the first step of a prompt; 0: not
                 known yet.
             went_on: since the last call, a prompt was prefilled, or held back.
@@ -314,34 +312,34 @@ class FcfsSchedule:
         self._polled_s = now_s
         self._shorten(self._prefilled.union(prompts), matched)
         self._prefilled.clear()
-        self._turns = {each: self._turns[each] for each in prompts if each in self._turns}
-        if not self._turns:  # the server would be idle by now; from 0, all ranks count alike
+        self._prefills = {each: self._prefills[each] for each in prompts if each in self._prefills}
+        if not self._prefills:  # the server would be idle by now; from 0, all ranks count alike
             self._clock_s = 0.0
             self._last_end_s = 0.0
         for prompt in prompts:
-            if prompt not in self._turns:
+            if prompt not in self._prefills:
                 tokens = rest(prompt)
                 begin_s = max(self._last_end_s, self._clock_s)
                 self._last_end_s = begin_s + self._cost_s(tokens)
-                self._turns[prompt] = _Turn(begin_s, self._last_end_s, tokens)
+                self._prefills[prompt] = _Prefill(begin_s, self._last_end_s, tokens)
 
     def _shorten(self, computed: Collection[Hashable], matched: Callable[[Any], int]) -> None:
         saved_s: dict[Hashable, float] = {}
-        for prompt, turn in self._turns.items():
+        for prompt, planned in self._prefills.items():
             if prompt not in computed:
                 saved_s[prompt] = math.inf
-            elif (start := matched(prompt)) > turn.tokens.start:
-                tokens = Span(start, turn.tokens.stop)
-                saved_s[prompt] = max(0.0, self._cost_s(turn.tokens) - self._cost_s(tokens))
-                self._turns[prompt] = turn._replace(tokens=tokens)
+            elif (start := matched(prompt)) > planned.tokens.start:
+                tokens = Span(start, planned.tokens.stop)
+                saved_s[prompt] = max(0.0, self._cost_s(planned.tokens) - self._cost_s(tokens))
+                self._prefills[prompt] = planned._replace(tokens=tokens)
         if not saved_s:
             return
         earlier_s = 0.0
-        for prompt, turn in sorted(self._turns.items(), key=lambda each: each[1].end_s):
-            begin_s, end_s = turn.begin_s - earlier_s, turn.end_s - earlier_s
+        for prompt, planned in sorted(self._prefills.items(), key=lambda each: each[1].end_s):
+            begin_s, end_s = planned.begin_s - earlier_s, planned.end_s - earlier_s
             left_s = max(0.0, end_s - max(begin_s, self._clock_s))
             own_s = min(left_s, saved_s.get(prompt, 0.0))
-            self._turns[prompt] = turn._replace(begin_s=begin_s, end_s=end_s - own_s)
+            self._prefills[prompt] = planned._replace(begin_s=begin_s, end_s=end_s - own_s)
             earlier_s += own_s
         self._last_end_s -= earlier_s
 
