@@ -379,7 +379,7 @@ def test_runahead_aborts_at_three_times_leave_both_members_working(
         pair.owner.flush()
         with contextlib.suppress(Exception):
             asking = PendingRequest(pair.owner, ids, rid=f"aborted-{wait_s}", **shared([640]))
-            time.sleep(wait_s)
+            time.sleep(wait_s)  # different moments are the point of this test
             requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
             asking.answer()
     pair.owner.flush()  # waits until nothing runs, and checks for leaks

@@ -44,6 +44,7 @@ from sglang_cake.stores.threads import wait_uncancelled
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 BLOCK, BYTES = 4, 32
 NOW_S = 0.0  # long ago: who waits until then does not wait
@@ -140,8 +141,10 @@ class LoaderHarness(HeldReads):
     As a context manager: all prompts end, and all buffers are free again.
     """
 
-    def __init__(self, *, buffers: int = 8, depth: int = 2) -> None:
-        super().__init__(CountingIo())
+    def __init__(
+        self, *, buffers: int = 8, depth: int = 2, io: IoThread | VirtualIo | None = None
+    ) -> None:
+        super().__init__(io or CountingIo())
         self.recorded = RecordingStore(self.faulty)
         self.pool = buffer_pool(buffers)
         self.counters = Counters()
@@ -417,26 +420,25 @@ def test_loader_tier_that_is_no_number_of_one_counts_as_a_failed_lookup(
     assert harness.failures() == {"lookup": 1}
 
 
-def test_loader_blocks_of_the_store_before_do_not_make_another_store_quick(
-    harness: LoaderHarness,
-) -> None:
-    tokens, keys = harness.stored(2)
-    other, other_keys = tokens_of(1, 1), keys_of(tokens_of(1, 1))
-    harness.fill(other)
-    harness.begin("a", tokens)
-    assert len(harness.waiting()) == 2
-    harness.loader.use(WrapperStore(harness.recorded), [2])
-    harness.loader.forget_costs()
-    harness.begin("b", other)
-    assert len(harness.waiting()) == 3
-    began_s = time.monotonic()
-    time.sleep(0.2)
-    harness.open(*keys)
-    assert len(harness.landed()) == 2
-    least_s = time.monotonic() - began_s
-    harness.open(*other_keys)
-    assert harness.landed() == [("b", 0)]
-    assert harness.loader.cost.block_s >= least_s
+def test_loader_blocks_of_the_store_before_do_not_make_another_store_quick() -> None:
+    with virtual_time() as io:
+        harness = LoaderHarness(io=io)
+        tokens, keys = harness.stored(2)
+        other, other_keys = tokens_of(1, 1), keys_of(tokens_of(1, 1))
+        harness.fill(other)
+        harness.begin("a", tokens)
+        assert len(harness.waiting()) == 2
+        harness.loader.use(WrapperStore(harness.recorded), [2])
+        harness.loader.forget_costs()
+        harness.begin("b", other)
+        assert len(harness.waiting()) == 3
+        io.now_s += 2.0
+        harness.open(*keys)
+        assert len(harness.landed()) == 2
+        io.now_s += 1.0
+        harness.open(*other_keys)
+        assert harness.landed() == [("b", 0)]
+        assert harness.loader.cost.block_s == 3.0
 
 
 def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: LoaderHarness) -> None:
@@ -714,25 +716,23 @@ class HungLookups(WrapperStore):
         raise AssertionError
 
 
-def test_loader_lookup_of_a_prompt_that_has_ended_is_cancelled_after_a_while(
-    harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_lookup_of_a_prompt_that_has_ended_is_cancelled_after_a_while() -> None:
     """While a disk hangs, lookups would pile up, and be answered before those of live prompts. Not
     at once: that a tier is late is found out by lookups that are late."""
-    store = HungLookups(harness.recorded)
-    harness.loader = harness.new_loader(store)
-    for name in "ab":
-        harness.begin(name, tokens_of(0, 8))
-    harness.settle()
-    harness.loader.cancel("a")
-    harness.settle()
-    assert (store.asked, store.cancelled) == (2, 0)
-    later_s = harness.io.loop.time() + ENDED_LOOKUP_S
-    monkeypatch.setattr(harness.io.loop, "time", lambda: later_s)
-    harness.settle()
-    assert (store.asked, store.cancelled) == (2, 1)
-    assert harness.news() == []
-    harness.loader.cancel("b")
+    with virtual_time() as io:
+        harness = LoaderHarness(io=io)
+        store = HungLookups(harness.recorded)
+        harness.loader = harness.new_loader(store)
+        for name in "ab":
+            harness.begin(name, tokens_of(0, 8))
+        harness.settle()
+        harness.loader.cancel("a")
+        io.until(io.now_s + 0.9 * ENDED_LOOKUP_S)
+        assert (store.asked, store.cancelled) == (2, 0)
+        io.until(io.now_s + 0.2 * ENDED_LOOKUP_S)
+        assert (store.asked, store.cancelled) == (2, 1)
+        assert harness.news() == []
+        harness.loader.cancel("b")
 
 
 class LateLookups(WrapperStore):

@@ -468,7 +468,8 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     class Later:
         def wait(self) -> None:
             started.set()
-            release.wait(WAIT_S)
+            closes.wait(WAIT_S)
+            ended.set()
 
     class Slow(FakeRows):
         def write(self, *args: object) -> Done | Later:  # type: ignore[override]
@@ -477,7 +478,7 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
             done = super().write(*args)  # type: ignore[arg-type]
             return done if at_once else Later()
 
-    started, release, closed = threading.Event(), threading.Event(), threading.Event()
+    started, closes, ended = threading.Event(), threading.Event(), threading.Event()
     rows = Slow(1)
     receiver = KvReceiver(rows, [Predecessor(0, Span(0, 4))])
     receiver.bind(rows.alloc(4), 0)
@@ -486,15 +487,9 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
         target=lambda: receiver.part(LayerPart("", 0, 0, 4), data), daemon=True
     ).start()
     assert started.wait(WAIT_S)
-
-    def close() -> None:
-        receiver.close()
-        closed.set()
-
-    threading.Thread(target=close, daemon=True).start()
-    assert not closed.wait(0.2)
-    release.set()
-    assert closed.wait(WAIT_S)
+    closes.set()
+    receiver.close()
+    assert ended.is_set()
     assert rows.writes == 1
     with pytest.raises(Broken):
         receiver.part(LayerPart("", 0, 0, 4), data)

@@ -7,7 +7,6 @@ import resource
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -29,7 +28,20 @@ from sglang_cake.runahead.zeromq import LinkTimes, ZmqTransport
 PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
 FAST = 1e12  # bytes per second
 TIMES = replace(PATIENT, ping_s=0.1)  # so that there is something to cut
-AFTER_S = 1.0  # in which a link that is half dead would part again
+
+
+class CountingTransport(ZmqTransport):
+    """Attributes: made, heard: how many Hellos it made, sent or not, and how many it heard."""
+
+    made = heard = 0
+
+    def hello(self, *args: Any) -> Hello:
+        self.made += 1
+        return super().hello(*args)
+
+    def problem(self, hello: Hello) -> str | None:
+        self.heard += 1
+        return super().problem(hello)
 
 
 class Two:
@@ -38,7 +50,7 @@ class Two:
     def __init__(
         self,
         record: type[MessageRecord] = MessageRecord,
-        kinds: tuple[type[ZmqTransport], type[ZmqTransport]] = (ZmqTransport, ZmqTransport),
+        kinds: tuple[type[CountingTransport], type[CountingTransport]] = (CountingTransport,) * 2,
         others: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
@@ -66,7 +78,10 @@ class Two:
         until(lambda: self.link.is_cut, "the link is cut")
 
     def stay(self) -> None:
-        time.sleep(AFTER_S)
+        """An idle link tells of its state in Hellos: a link that is half dead would part."""
+        before = [each.heard for each in self.members]
+        for each, heard in zip(self.members, before, strict=True):
+            until(lambda: each.heard > heard + 1, "two Hellos more")  # noqa: B023
         assert self.are_together()
 
     def are_together(self) -> bool:
@@ -133,14 +148,14 @@ def test_zeromq_member_unknown_to_the_group_is_logged_and_left_out(
         assert known.reachable() == unknown.reachable() == frozenset()
 
 
-class Later(ZmqTransport):
+class Later(CountingTransport):
     """Of a version to come."""
 
     def hello(self, *fields: Any) -> Hello:
         return msgspec.structs.replace(super().hello(*fields), version=99)
 
 
-class Strange(ZmqTransport):
+class Strange(CountingTransport):
     """What it says is no message of ours."""
 
     def put(self, rank: int, message: Message) -> None:
@@ -150,14 +165,14 @@ class Strange(ZmqTransport):
 
 @pytest.mark.parametrize("kind", [Later, Strange])
 def test_zeromq_member_of_another_version_is_left_out(
-    two: Callable[..., Two], kind: type[ZmqTransport], caplog: pytest.LogCaptureFixture
+    two: Callable[..., Two], kind: type[CountingTransport], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = two(kinds=(ZmqTransport, kind))
+    pair = two(kinds=(CountingTransport, kind))
     until(lambda: "it speaks another version" in caplog.text, "a line")
     assert pair.members[0].reachable() == frozenset()
 
 
-class Closed(ZmqTransport):
+class Closed(CountingTransport):
     """Its port for KV is behind a wall."""
 
     def hello(self, *fields: Any) -> Hello:
@@ -167,7 +182,7 @@ class Closed(ZmqTransport):
 def test_zeromq_member_with_a_closed_kv_port_is_left_out(
     two: Callable[..., Two], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = two(kinds=(ZmqTransport, Closed))
+    pair = two(kinds=(CountingTransport, Closed))
     until(lambda: "no KV can come from it: tcp://127.0.0.1:1 cannot" in caplog.text, "a line")
     assert pair.members[0].reachable() == frozenset()
 
@@ -275,7 +290,8 @@ def test_zeromq_member_without_free_descriptors_meets_the_other_later() -> None:
             early.connect(pair.peers[1])
             for most in unused[:10]:  # 0 to 9 are free
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-                time.sleep(0.03)  # in which it dials in vain
+                made = pair.members[1].made
+                until(lambda: pair.members[1].made > made + 1, "it dials in vain")  # noqa: B023
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             pair.members[0].start(pair.records[0])
             pair.meet()
@@ -507,7 +523,8 @@ def test_zeromq_peer_is_not_back_before_its_gone_event_was_handled(two: Callable
     pair.meet()
     pair.cut()
     until(lambda: pair.records[0].gone, "it has noticed")
-    time.sleep(0.2)  # in which they would meet again
+    made = pair.members[1].made
+    until(lambda: pair.members[1].made > made + 20, "the other one is ready to meet")
     assert not pair.members[0].reachable()
     may_go_on.set()
     pair.meet()

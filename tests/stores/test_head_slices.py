@@ -283,8 +283,13 @@ async def test_head_slices_block_counts_once_and_its_bytes_all(tmp_path: Path) -
     assert counters.link_bytes(0) == LAYOUT.block_bytes + 2 * HEADER_BYTES
 
 
+async def turns_of_the_loop(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 class Hanging(MemoryStore):
-    """Reads end a moment after they are cancelled."""
+    """Reads end some turns of the loop after they are cancelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +301,7 @@ class Hanging(MemoryStore):
         try:
             await asyncio.sleep(3600)
         finally:
-            ending = asyncio.ensure_future(asyncio.sleep(0.01))
+            ending = asyncio.ensure_future(turns_of_the_loop(20))
             while not ending.done():  # as a thread that uses `out`, whatever is cancelled
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(ending)

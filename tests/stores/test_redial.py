@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import ssl
-import time
+import threading
 
 import pytest
 from aiohttp import web
@@ -18,6 +18,7 @@ from sglang_cake.stores.s3.bucket import S3Bucket, S3Place
 
 CONNECTIONS = 4 * FAILURES
 LIMITS = TimeoutLimits(floor_s=0.3)
+WAIT_S = 60.0
 
 
 class Server:
@@ -93,11 +94,13 @@ async def test_remote_store_after_timeouts_the_first_probe_dials_anew(kind):
 async def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_for_ever(
     monkeypatch,
 ):
+    """Each reading lasts until the call that began it was given up."""
     limits = TimeoutLimits(first_s=0.3, floor_s=0.3, ceiling_s=0.6)
     load = ssl.SSLContext.load_verify_locations
+    given_up = [threading.Event()]  # of each call
 
     def slowly(*args, **kwargs):
-        time.sleep(2 * limits.ceiling_s)
+        assert given_up[-1].wait(WAIT_S)
         load(*args, **kwargs)
 
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", slowly)
@@ -110,8 +113,12 @@ async def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_
             for _ in range(20):
                 with contextlib.suppress(StoreUnavailable):
                     await look_up()
+                    assert len(given_up) > 1
                     return
+                given_up[-1].set()
+                given_up.append(threading.Event())
                 now_s += LAST_S
             raise AssertionError("no call is ever answered")
         finally:
+            given_up[-1].set()
             await close()

@@ -1,5 +1,6 @@
 """Clients that close the connection before their request is answered, as after a time limit."""
 
+import contextlib
 import os
 import threading
 
@@ -116,20 +117,35 @@ def test_store_serve_check_whose_client_left_sets_the_corrupt_block_aside(
 
 
 def test_shared_file_close_waits_for_a_read_in_another_thread():
-    source, sink = os.pipe()
-    file, got = SharedFile(source), bytearray(1)
-    reading = threading.Thread(target=file.readinto, args=(got,))
-    closing = threading.Thread(target=file.close)
-    reading.start()
-    until(file._in_use.locked, "it reads")
-    closing.start()
-    closing.join(0.1)
-    assert closing.is_alive()
-    os.write(sink, b"x")
-    for thread in (reading, closing):
-        thread.join(WAIT_S)
-    assert (bytes(got), file.closed) == (b"x", True)
-    with pytest.raises(ValueError, match="closed"):
-        file.readinto(got)
-    for fd in (source, sink):
-        os.close(fd)
+    def read():
+        begins.set()
+        with contextlib.suppress(ValueError):  # it was closed first
+            file.readinto(got)
+            ends.append("read")
+
+    def write():
+        closes.wait(WAIT_S)
+        os.write(sink, b"x")
+
+    reads = 0
+    for _ in range(50):
+        begins, closes, ends = threading.Event(), threading.Event(), []
+        source, sink = os.pipe()
+        file, got = SharedFile(source), bytearray(1)
+        threads = [threading.Thread(target=target) for target in (read, write)]
+        for thread in threads:
+            thread.start()
+        assert begins.wait(WAIT_S)
+        closes.set()
+        file.close()
+        at_close = bytes(got)
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert at_close == (b"x" if ends else b"\0")
+        assert file.closed
+        with pytest.raises(ValueError, match="closed"):
+            file.readinto(got)
+        for fd in (source, sink):
+            os.close(fd)
+        reads += len(ends)
+    assert reads

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import time
 
 import pytest
 from bad_server import bad_server
 from http_servers import FRAMED_BYTES, TOKEN, A, B, framed, opened
-from polling import async_until
+from polling import async_answer, async_until
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
@@ -242,23 +243,22 @@ async def test_http_store_silent_server_times_out_without_a_retry(slow):
         assert len(server.asked) <= 1  # none: given up before the server had read it
 
 
-async def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
+async def test_http_store_silent_server_gets_longer_timeouts_until_it_answers():
     """No limit loses data for ever: each one that was too short makes the next one longer."""
 
     async def answer(asked):
-        await asyncio.sleep(0.3)
-        asked.answer(200, GOOD)
+        if len(limits_s) == 2:
+            asked.answer(200, GOOD)
 
+    limits_s = []
     async with client_and_server(answer, first_s=0.1, floor_s=0.05) as (store, _):
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                assert await get_a(store) == block_of("a")
-                return
-            except StoreUnavailable:
-                assert tries < 5  # the breaker would open
-                assert store.counters.timeouts == tries
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable) as failure:
+                await get_a(store)
+            limits_s += re.findall(r"no whole answer in ([\d.]+) s", str(failure.value))
+            assert store.counters.timeouts == len(limits_s)
+        assert limits_s == ["0.1", "0.2"]
+        assert await async_answer(lambda: get_a(store)) == block_of("a")  # 0.4 s are little
 
 
 async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
