@@ -302,12 +302,12 @@ class StepCosts:
         """Predicted time of the fewest steps that do `work`."""
         return self.agreed.queue_s(work, self.chunk_tokens)
 
-    def outlook(self, record: PromptRecord) -> Outlook:
-        """The rest of the request's prefill if it had the device to itself."""
+    def outlook(self, record: PromptRecord, costs: PromptCosts) -> Outlook:
+        """The rest of the request's prefill. Args: costs: `costs`, or `costs_alone`."""
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=self.costs_alone(record),
+            costs=costs,
             progress=record.progress,
         )
 

@@ -32,6 +32,7 @@ from sglang_cake.integration.scheduler import coordinator, rank_consensus
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, work_of
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
@@ -500,6 +501,23 @@ def test_coordinator_lost_block_is_a_change_once(harness: CoordinatorHarness) ->
     record.queue.outlook = outlook = Outlook(99.0, 99.0, 99.0, 0)
     harness.coordinator.poll([req.rid])
     assert record.queue.outlook is outlook
+
+
+def test_coordinator_prediction_counts_the_running_step_and_the_order_of_the_queue_does_not(
+    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy_s = 100.0
+    monkeypatch.setattr(StepCosts, "busy_s", busy_s)
+    req, _ = harness.stored(4.5)
+    harness.arrive(req)
+    harness.coordinator.poll([req.rid])
+    assert harness.coordinator.plan(req, CHUNK) is not None
+    predicted_s = harness.coordinator.live[req.rid].stats.predicted_s
+    remaining_s = harness.coordinator.queue_entry(req).remaining_s
+    assert predicted_s is not None
+    assert predicted_s > busy_s
+    assert remaining_s is not None
+    assert remaining_s < busy_s
 
 
 def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness) -> None:

@@ -552,9 +552,10 @@ class Coordinator:
         if record is None or not record.meet.pending:
             return None
         record.queue.outlook = None
-        if record.stats.predicted_s is None:
-            record.stats.predicted_s = record.local_waited_s() + self._outlook(record).best_s
         costs = self.step_costs.costs(record)
+        if record.stats.predicted_s is None:
+            best_s = self.step_costs.outlook(record, costs).best_s
+            record.stats.predicted_s = record.local_waited_s() + best_s
         step = self._next_step(record, chunk_tokens, costs)
         if step.wait:
             self.waiting = True
@@ -1012,10 +1013,12 @@ class Coordinator:
         )
 
     def _outlook(self, record: PromptRecord) -> Outlook:
-        """The prediction for the rest of the prefill alone. It is made anew after each change that
-        it depends on."""
+        """The prediction for the rest of the prefill alone, made anew after each change that it
+        depends on. The rest of the running step is the same for all prompts that wait, so it is
+        left out."""
         if record.queue.outlook is None:
-            record.queue.outlook = self.step_costs.outlook(record)
+            costs = self.step_costs.costs_alone(record)
+            record.queue.outlook = self.step_costs.outlook(record, costs)
         return record.queue.outlook
 
     def _has_memory_for(self, record: PromptRecord) -> bool:
