@@ -29,6 +29,7 @@ from sglang_cake.core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from sglang.srt.disaggregation.utils import MetadataBuffers
+    from sglang.srt.environ import EnvField
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
@@ -41,6 +42,8 @@ CHECKED = SpecifierSet(">=0.5.22,<=0.5.23")
 INSTALLED: str = __version__
 
 NAMES_FILE = Path(__file__).with_name("compat.toml")
+SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_FIELDS = "sglang.srt.arg_groups.fields"  # SGLang assembles ServerArgs of the classes in here
 ATTRIBUTE = ""  # stands for a name that is not a function
 MISSING = "missing"
 
@@ -151,6 +154,9 @@ def _members(owner: str) -> dict[str, str]:
     for base in re.findall(r"\w+", head[1]):
         place = re.search(rf"\nfrom (\S+) import (?:\([^)]*|[^(\n]*)\b{base}\b", text)
         found |= _members(f"{place[1] if place else module}.{base}")
+    for file in _path(_FIELDS).glob("*.py") if owner == SERVER_ARGS else ():
+        for part in re.findall(r"\nclass (\w+)", file.read_text(encoding="utf-8")):
+            found |= _members(f"{_FIELDS}.{file.stem}.{part}")
     return found | _defined(body, indent=4)
 
 
@@ -289,6 +295,11 @@ def module_of(made: Any) -> str:
 def weights_are_being_pushed(updater: Any) -> bool:
     """Whether a session of `begin_weight_update` is open. Args: updater: of the scheduler."""
     return updater._session is not None
+
+
+def default_value(variable: "EnvField") -> object:
+    """What SGLang takes for an environment variable that is not set."""
+    return variable._resolve_default()
 
 
 def tokenizer_manager() -> Any:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -41,6 +41,9 @@ from sglang_cake.integration.support_matrix import (
     unsupported_when_resolved,
 )
 from sglang_cake.stores.open_store import parse_sources
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 BACKEND = "cake"
 
@@ -121,7 +124,7 @@ def engine_args(server_args_class: Any, **kwargs: Any) -> Any:
     return _configure(server_args_class(**kwargs), enable, given, on_cli=False)
 
 
-def resolve_once(original: Any, record: Any) -> None:
+def resolve_once(original: Any, record: "ServerArgs") -> None:
     """AROUND `ServerArgs.resolve_once`, which every launcher calls before it starts children.
 
     Raises: ConfigError. If the settings came from the command line, it exits with 2 instead.
@@ -160,7 +163,7 @@ def is_handed_over() -> bool:
     return os.environ.get(ENABLED_ENV) == "1"
 
 
-def take_over(record: Any) -> bool:
+def take_over(record: "ServerArgs") -> bool:
     """Set the variable that a child of the launcher inherits, in a worker of Ray. Returns whether
     the server has cake."""
     if _config_of(record) is None:
@@ -169,7 +172,7 @@ def take_over(record: Any) -> bool:
     return True
 
 
-def settings_of(record: Any) -> CakeConfig:
+def settings_of(record: "ServerArgs") -> CakeConfig:
     """The settings of a scheduler, checked by its launcher.
 
     Raises: ConfigError if nothing has checked any.
@@ -192,7 +195,7 @@ def _install_actors() -> None:
     ray_actors.install()
 
 
-def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
+def _configure(record: "ServerArgs", enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
     """Check cake's settings for this ServerArgs, and store them in it."""
     spell = as_flag if on_cli else "cake_{}".format
     switch = "--enable-cake" if on_cli else "enable_cake=True"
@@ -229,7 +232,9 @@ def read_settings(given: dict[str, Any], spell: Spell = as_flag) -> CakeConfig:
     return resolve(named, os.environ, file=file, spell=spell)
 
 
-def reason_as_given(record: Any, config: CakeConfig, switch: str = "--enable-cake") -> str | None:
+def reason_as_given(
+    record: "ServerArgs", config: CakeConfig, switch: str = "--enable-cake"
+) -> str | None:
     """Why cake does not support the settings of a server, as far as the unresolved ones show it.
 
     Args: switch: what enables cake, as it was spelled.
@@ -242,7 +247,7 @@ def reason_as_given(record: Any, config: CakeConfig, switch: str = "--enable-cak
     return unsupported(record, None, config.block_tokens)
 
 
-def chunk_tokens(args: Any) -> int:
+def chunk_tokens(args: "ServerArgs") -> int:
     """The most that a prompt with stored blocks computes in one step; without chunks, as many as
     SGLang computes for the prompts of one batch.
 
@@ -252,16 +257,16 @@ def chunk_tokens(args: Any) -> int:
     return chunk if chunk is not None and chunk > 0 else int(args.max_prefill_tokens)
 
 
-def _wants_cake(record: Any) -> bool:
+def _wants_cake(record: "ServerArgs") -> bool:
     return bool(record.radix_cache_backend == BACKEND)
 
 
-def _config_of(record: Any) -> CakeConfig | None:
+def _config_of(record: "ServerArgs") -> CakeConfig | None:
     config = getattr(record, "_cake_config", None)
     return config if isinstance(config, CakeConfig) else None
 
 
-def reason_when_resolved(record: Any, config: CakeConfig) -> str | None:
+def reason_when_resolved(record: "ServerArgs", config: CakeConfig) -> str | None:
     """Why cake does not support a server, by its resolved settings and its model.
 
     Raises: what SGLang raises for a configuration that it cannot read.
@@ -278,7 +283,7 @@ def reason_when_resolved(record: Any, config: CakeConfig) -> str | None:
     return unsupported_when_resolved(view, traits, config)
 
 
-def reason_despite_failure(record: Any, config: CakeConfig) -> str | None:
+def reason_despite_failure(record: "ServerArgs", config: CakeConfig) -> str | None:
     """The same after SGLang failed to resolve the settings; None if that cannot be told."""
     try:
         return reason_when_resolved(record, config)
@@ -286,7 +291,7 @@ def reason_despite_failure(record: Any, config: CakeConfig) -> str | None:
         return None
 
 
-def _set(record: Any, name: str, value: object) -> None:
+def _set(record: "ServerArgs", name: str, value: object) -> None:
     # An attribute of the record is copied with it, and each engine of a process has its own.
     # SGLang stores private attributes the same way: the seal guards the fields only.
     msgspec.Struct.__setattr__(record, name, value)

@@ -132,7 +132,8 @@ def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:
         reason = reason or f"SGLang does not take this: {_first_line(error)}"
     if reason is not None:
         raise ConfigError(reason)
-    view, model = resolving_view(record), model_config_of(record)
+    view = resolving_view(record)
+    model = model_config_of(record)
     copies = 1 if view.enable_dp_attention else view.dp_size
     return ResolvedServer(
         device=view.device,

@@ -19,6 +19,7 @@ from sglang_cake.integration.memory.kv_shard import wrong_head_groups
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 
@@ -212,7 +213,7 @@ SPECULATION = {
 }
 
 
-def has_draft_kv(args: Any) -> bool:
+def has_draft_kv(args: "ServerArgs") -> bool:
     """Whether these settings make a draft model with KV of its own. False for an algorithm that is
     not served."""
     name = args.speculative_algorithm
@@ -336,7 +337,9 @@ RULES: tuple[_Rule, ...] = (
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
 
 
-def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) -> str | None:
+def unsupported(
+    args: "ServerArgs", model: ModelTraits | None, block_tokens: int | None
+) -> str | None:
     """Why cake does not support these settings, in one line; None if it does.
 
     Args:
@@ -361,7 +364,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                 "prefill servers that do not change roles may have it"
             )
     for field, is_unsupported, reason in RULES:
-        if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no replay
+        if is_unsupported(getattr(args, field)):
             if model is not None and field == "disable_radix_cache":
                 why = "for this model"
                 if args.enable_deterministic_inference:
@@ -379,7 +382,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
 
-def may_decode_for_others(args: Any) -> bool:
+def may_decode_for_others(args: "ServerArgs") -> bool:
     """Whether this is a decode server, or may become one."""
     if args.disaggregation_mode == "null":
         return False
@@ -387,7 +390,7 @@ def may_decode_for_others(args: Any) -> bool:
     return bool(args.disaggregation_mode == "decode" or changes_roles)
 
 
-def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
+def _unsupported_ngrams(args: "ServerArgs", model: ModelTraits | None) -> str | None:
     """SGLang fills its table of earlier tokens before steps that only prefill, and when it samples
     (NgramEmbeddingManager). After all other steps KV is that of other tokens."""
     if model is None or not model.is_ngram_table:
@@ -404,7 +407,7 @@ def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
     return f"cake cannot store n-gram embeddings that SGLang takes from a stale table: {remedy}"
 
 
-def unsupported_group(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
+def unsupported_group(args: "ServerArgs", model: ModelTraits, config: CakeConfig) -> str | None:
     """Why this server cannot be a member of a KV-Runahead group; None if it can, or if the settings
     name no group.
 
@@ -433,7 +436,7 @@ def unsupported_group(args: Any, model: ModelTraits, config: CakeConfig) -> str 
     return None
 
 
-def _unfit_device(args: Any, model: ModelTraits) -> str | None:
+def _unfit_device(args: "ServerArgs", model: ModelTraits) -> str | None:
     backend = _GROUP_BACKENDS.get(args.device)
     if backend is None:
         return "runs with --device cpu or cuda: set one of them"
@@ -450,7 +453,7 @@ def _unfit_device(args: Any, model: ModelTraits) -> str | None:
     return None
 
 
-def unsupported_codec(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
+def unsupported_codec(args: "ServerArgs", model: ModelTraits, config: CakeConfig) -> str | None:
     """Why the codec cannot encode the KV cache that these settings make; None if it can.
 
     A quantized checkpoint may imply an 8-bit KV cache without a flag. That is known only in the
@@ -471,7 +474,9 @@ def unsupported_codec(args: Any, model: ModelTraits, config: CakeConfig) -> str 
     return f"cake's codec {config.codec} {why}: set --cake-codec raw, zstd or auto"
 
 
-def unsupported_head_groups(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
+def unsupported_head_groups(
+    args: "ServerArgs", model: ModelTraits, config: CakeConfig
+) -> str | None:
     """Why the KV of this server cannot be stored in groups of heads; None if it can, or if the
     settings name no groups.
 
@@ -498,7 +503,9 @@ def unsupported_head_groups(args: Any, model: ModelTraits, config: CakeConfig) -
     return None
 
 
-def unsupported_when_resolved(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
+def unsupported_when_resolved(
+    args: "ServerArgs", model: ModelTraits, config: CakeConfig
+) -> str | None:
     """Why cake does not support a server with this model; None if it does. Args: args: resolved."""
     return (
         unsupported(args, model, config.block_tokens)
@@ -536,7 +543,7 @@ def check_context(
         raise ConfigError(reason)
 
 
-def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str | None:
+def unsupported_drafts(args: "ServerArgs", drafts: Sequence[Any], requests: Any) -> str | None:
     """Why the draft models of this process cannot be restored with a prompt; None if they can, or
     if there are none. Without its KV of a prompt, a draft model proposes wrong tokens, so that a
     hit would be slower than a miss.

@@ -2,16 +2,26 @@
 
 import ast
 import logging
+import os
+import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import sglang
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.server_args import ServerArgs
 
-import sglang_cake.integration
+import sglang_cake
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import compat
+from sglang_cake.integration.identity.kv_settings import argument_class
+from sglang_cake.integration.support_matrix import RULES
 
-FILES = sorted(Path(sglang_cake.integration.__file__).parent.rglob("*.py"))
+PACKAGE = Path(sglang_cake.__file__).parent
+FILES = sorted((PACKAGE / "integration").rglob("*.py"))
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 BASES = {"UnifiedRadixCache": TREE, "PrefillAdder": ADDER}
@@ -31,7 +41,11 @@ TYPES = {
     "UnifiedRadixCache": TREE,
     "ModelConfig": "sglang.srt.configs.model_config.ModelConfig",
     "TreeCacheBuildContext": "sglang.srt.mem_cache.registry.TreeCacheBuildContext",
+    "ServerArgs": compat.SERVER_ARGS,
 }
+# What functions of SGLang return: the settings, also as views of them.
+RETURNED = ("resolving_view(", "get_serving(")
+FIELDS = {field.name for field in record_fields(ServerArgs)}
 
 
 def used_names() -> dict[str, set[str]]:
@@ -48,7 +62,10 @@ def used_names() -> dict[str, set[str]]:
                 for base in node.bases:
                     if isinstance(base, ast.Name) and base.id in BASES:
                         read_subclass(node, BASES[base.id], used)
+        read_settings(tree, used)
         read_hooks(path, tree, used)
+    used[compat.SERVER_ARGS] |= {field for field, _, _ in RULES}
+    used[compat.SERVER_ARGS] |= {name for name in FIELDS if argument_class(name) == "content"}
     return used
 
 
@@ -62,6 +79,23 @@ def read_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, used) -> N
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and (owner := kinds.get(ast.unparse(node.value))):
             used[owner].add(node.attr)
+        elif isinstance(node, ast.Constant) and compat.SERVER_ARGS in kinds.values():
+            used[compat.SERVER_ARGS] |= {node.value} & FIELDS  # for `getattr`
+
+
+def read_settings(tree: ast.Module, used) -> None:
+    """The attributes of what RETURNED gives, and of a name that it is assigned to."""
+    nodes = list(ast.walk(tree))
+    names = {
+        ast.unparse(node.targets[0])
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(RETURNED)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            value = ast.unparse(node.value)
+            if value in names or (isinstance(node.value, ast.Call) and value.startswith(RETURNED)):
+                used[compat.SERVER_ARGS].add(node.attr)
 
 
 def read_subclass(found: ast.ClassDef, base: str, used) -> None:
@@ -125,8 +159,58 @@ def test_private_names_are_used_only_in_compat() -> None:
                 assert node.attr not in private, f"{path.name}:{node.lineno} {node.attr}"
 
 
+# Private names of other libraries, and the public `_replace` of NamedTuples.
+OF_OTHERS = {"_StoreTrueAction", "_cache", "_foreach_copy_", "_new_shared_cuda", "_replace"}
+OF_OTHERS |= {"_share_cuda_"}
+
+
+def test_private_names_that_the_package_does_not_define_are_known() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    own = {getattr(node, "name", None) for _, node in nodes}
+    own |= {node.id for _, node in nodes if isinstance(node, ast.Name)}
+    private = [
+        (path, node)
+        for path, node in nodes
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)
+    ]
+    of_self = [ast.unparse(node.value) in ("self", "cls", "super()") for _, node in private]
+    own |= {node.attr for (_, node), is_own in zip(private, of_self, strict=True) if is_own}
+    found = {
+        f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}"
+        for (path, node), is_own in zip(private, of_self, strict=True)
+        if not is_own and node.attr not in own | OF_OTHERS and path.name != "compat.py"
+    }
+    assert not found
+
+
 def test_compat_installed_version_has_no_differences() -> None:
     assert compat.differences() == []
+
+
+def test_compat_finds_every_server_argument() -> None:
+    assert {compat.signature(compat.SERVER_ARGS, name) for name in FIELDS} == {compat.ATTRIBUTE}
+
+
+def test_compat_renamed_server_argument_is_named_by_the_check_at_start(tmp_path: Path) -> None:
+    """In a copy of SGLang, of links but for one file."""
+    original, copy = Path(sglang.__file__).parent, tmp_path / "sglang"
+    files = [original / "srt/server_args.py", *original.glob("srt/arg_groups/fields/*.py")]
+    declaration = "\n    enable_hisparse:"
+    (file,) = (each for each in files if declaration in each.read_text())
+    for part in file.relative_to(original).parts:
+        copy.mkdir()
+        for each in original.iterdir():
+            if each.name != part:
+                (copy / each.name).symlink_to(each)
+        original, copy = original / part, copy / part
+    copy.write_text(file.read_text().replace(declaration, "\n    enable_sparse_cache:"))
+    check = "from sglang_cake.integration import compat; print(compat.differences())"
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=os.environ | paths, capture_output=True, text=True
+    )
+    assert done.stdout == "['server_args.ServerArgs.enable_hisparse is missing']\n", done.stderr
 
 
 def test_differences_are_all_reported_at_once() -> None:

@@ -934,7 +934,7 @@ def test_support_matrix_rules_use_existing_server_args() -> None:
     assert unsupported(args, None, 128) is None
     assert unsupported_codec(args, PLAIN, CakeConfig(codec="int4")) is None
     for field in (*MEMBER, *(field for field, _, _ in RULES)):
-        assert hasattr(args, field) or field.endswith("_bounded_replay")  # 0.5.22 has none
+        assert hasattr(args, field)
 
 
 # ---- docs/troubleshooting.md ----

@@ -34,6 +34,7 @@ from sglang_cake.integration.support_matrix import plugin_algorithm
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger("sglang_cake")
 
@@ -585,7 +586,7 @@ def _vote(job: DigestJob) -> list[int]:
 
 
 def model_jobs(
-    source: ModelSource, values: Any, defaults: Mapping[str, object], loaded: LoadedFiles
+    source: ModelSource, values: "ServerArgs", defaults: Mapping[str, object], loaded: LoadedFiles
 ) -> tuple[DigestJob, DigestJob]:
     """The jobs for the model that the server was started with: all but its weights, and its
     weights. An update of the weights cancels only the second one.

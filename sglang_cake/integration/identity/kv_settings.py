@@ -9,7 +9,12 @@ import tomllib
 from collections.abc import Mapping, Set
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang_cake.integration.compat import default_value
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 _CLASSES: Final[dict[str, frozenset[str]]] = {
     name: frozenset(names.split())
@@ -82,7 +87,7 @@ def argument_class(argument: str) -> str | None:
 
 
 def counted_arguments(
-    values: Any, defaults: Mapping[str, object], classes: Set[str | None] = COUNTED
+    values: "ServerArgs", defaults: Mapping[str, object], classes: Set[str | None] = COUNTED
 ) -> dict[str, str]:
     """Server arguments that are fields of the namespace. An unclassified argument is a field too,
     with a digest of its value.
@@ -104,7 +109,7 @@ def counted_arguments(
     }
 
 
-def adapter_settings(values: Any, defaults: Mapping[str, object]) -> str:
+def adapter_settings(values: "ServerArgs", defaults: Mapping[str, object]) -> str:
     """Server arguments that change the meaning of an adapter's files, without those that have their
     default value."""
     names = (
@@ -135,7 +140,7 @@ def _is_default(variable: str) -> bool:
     from sglang.srt.environ import EnvField, envs
 
     found = getattr(type(envs), variable, None)
-    return isinstance(found, EnvField) and found.get() == found._resolve_default()
+    return isinstance(found, EnvField) and found.get() == default_value(found)
 
 
 def file_format(load_format: object) -> str | None:
@@ -144,11 +149,11 @@ def file_format(load_format: object) -> str | None:
     return FILE_FORMATS.get(_text(load_format))
 
 
-def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:
+def private_reason(values: "ServerArgs", defaults: Mapping[str, object]) -> str | None:
     """Why the content of the weights is unknown; None if the model's files determine it."""
     if file_format(values.load_format) is None:
         return f"--load-format {_text(values.load_format)} does not load the model's files"
-    of_draft = getattr(values, "speculative_draft_load_format", None)
+    of_draft = values.speculative_draft_load_format
     if of_draft is not None and file_format(of_draft) is None:
         return f"--speculative-draft-load-format {_text(of_draft)} does not load the model's files"
     for name in sorted(_CLASSES["private"] & set(defaults)):
@@ -160,9 +165,9 @@ def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:
     return None
 
 
-def content_paths(values: Any) -> list[Path]:
+def content_paths(values: "ServerArgs") -> list[Path]:
     """Files and folders outside the model's folder that its weights or configuration come from."""
-    named = (getattr(values, name, None) for name in sorted(_CLASSES["content"]))
+    named = (getattr(values, name) for name in sorted(_CLASSES["content"]))
     return [Path(path) for path in named if path]
 
 
