@@ -1,6 +1,7 @@
 """The rules of docs/architecture.md, kept by a test: which part may import which."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -64,15 +65,17 @@ def test_architecture_modules_import_only_allowed_parts(path: Path) -> None:
             assert allowed, f"{relative} imports {module}"
 
 
-def _imports_at_once(path: Path) -> set[str]:
-    """Modules and names that importing the file imports: none of functions and type checks."""
+def _imports_at_once(path: Path, *, types: bool = False) -> set[str]:
+    """Modules and names that importing the file imports: none of functions, and of type checks
+    only with `types`."""
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        is_check = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if is_check and not types:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -80,6 +83,17 @@ def _imports_at_once(path: Path) -> set[str]:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         todo += ast.iter_child_nodes(node)
     return found
+
+
+def _module(path: Path) -> str:
+    return ".".join(("sglang_cake", *path.relative_to(ROOT).with_suffix("").parts))
+
+
+def test_architecture_imports_form_no_cycle() -> None:
+    """Those for types included, without those of functions, which load optional parts."""
+    modules = {_module(file).removesuffix(".__init__"): file for file in FILES}
+    imports = {name: _imports_at_once(file, types=True) for name, file in modules.items()}
+    TopologicalSorter({m: found & modules.keys() - {m} for m, found in imports.items()}).prepare()
 
 
 def _loaded_with(module: str) -> set[str]:
@@ -101,9 +115,12 @@ def _loaded_with(module: str) -> set[str]:
 def test_architecture_a_server_imports_only_what_it_uses() -> None:
     hooks = [file for file in FILES if file.name.endswith(("_hook.py", "_hooks.py"))]
     assert len(hooks) > 2
-    modules = [".".join(("sglang_cake", *f.relative_to(ROOT).with_suffix("").parts)) for f in hooks]
     loaded: set[str] = set()
-    for module in (*modules, "sglang_cake.integration.plugin", "sglang_cake.integration.build"):
+    for module in (
+        *map(_module, hooks),
+        "sglang_cake.integration.plugin",
+        "sglang_cake.integration.build",
+    ):
         loaded |= _loaded_with(module)
     assert "sglang_cake.loading.loader" in loaded  # the test sees what is imported
     optional = ("runahead", "simulator", "cli", "demo", "testing", "codecs.entropy", "stores.s3")

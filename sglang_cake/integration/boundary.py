@@ -15,12 +15,11 @@ import logging
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 if TYPE_CHECKING:
-    from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
     from sglang_cake.integration.metrics import FailureMetrics
 
 logger = logging.getLogger("sglang_cake")
@@ -53,6 +52,13 @@ class Health:
         return full and self._requests - self._failures[0] < AMONG_REQUESTS
 
 
+class FailureHandler(Protocol):
+    """Ends what cake does for requests: `CakeRadixCache`."""
+
+    def forget(self, rid: str | None) -> None: ...
+    def switch_off(self) -> None: ...
+
+
 class Boundary:
     """Handles the exceptions of cake in this process. A process runs at most one scheduler.
 
@@ -69,11 +75,11 @@ class Boundary:
         self.health = Health()
         self.off = False
         self.unsafe_hook_called = False
-        self._handler: CakeRadixCache | None = None
+        self._handler: FailureHandler | None = None
         self._counter: FailureMetrics | None = None
         self._logged: set[tuple[str, type]] = set()
 
-    def set_handler(self, handler: "CakeRadixCache", counter: "FailureMetrics | None") -> None:
+    def set_handler(self, handler: FailureHandler, counter: "FailureMetrics | None") -> None:
         """From now on `handler` handles failures, and `counter` publishes them."""
         self.health = Health()
         self._handler = handler
@@ -123,7 +129,7 @@ class Boundary:
         if off:
             self._switch_off(handler)
 
-    def _switch_off(self, handler: "CakeRadixCache") -> None:
+    def _switch_off(self, handler: FailureHandler) -> None:
         self.off = True
         logger.error(
             "cake is switched off: it failed %d times; SGLang goes on without it until the server "

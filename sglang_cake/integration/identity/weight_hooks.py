@@ -3,7 +3,7 @@ Another one is where SGLang releases memory."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
@@ -18,12 +18,9 @@ from sglang_cake.integration.identity.identity import (
     LoadedDraft,
     ModelSource,
 )
-from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Service
 from sglang_cake.integration.request.media import forget_embeddings
 from sglang_cake.integration.support_matrix import has_draft_kv
-
-if TYPE_CHECKING:
-    from sglang_cake.integration.build import CakeService
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -117,7 +114,7 @@ def _record_adapter(lora_id: str, files: Files | None) -> None:
         del LOADED.adapters[next(iter(LOADED.adapters))]
 
 
-def _service(updater: Any) -> "CakeService | None":
+def _service(updater: Any) -> Service | None:
     tree = updater.scheduler.tree_cache
     return tree.service if isinstance(tree, CakeRadixCache) else None
 
@@ -142,7 +139,7 @@ def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
 
 
 def _changed(
-    service: "CakeService", updater: Any, request: Any, files: Files | None, load_format: str | None
+    service: Service, updater: Any, request: Any, files: Files | None, load_format: str | None
 ) -> None:
     if weights_are_being_pushed(updater):  # more may come, of which no hook tells: until the end
         return

@@ -40,7 +40,7 @@ from sglang_cake.integration.memory.kv_pool import (
 from sglang_cake.integration.memory.pool_planes import DraftPools, PoolPlanes, translation_of
 
 if TYPE_CHECKING:
-    from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 # Pools inside of a KV pool that hold the data of end states.
 END_POOLS = (
@@ -106,7 +106,7 @@ class EndStates:
         self.count = sum(count for _, count in self._runs)
 
     @classmethod
-    def of(cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: DraftPools) -> "EndStates | None":
+    def of(cls, tree: "UnifiedRadixCache", kv: DeviceKV, drafts: DraftPools) -> "EndStates | None":
         """The end states of a model; None: a prefix needs none.
 
         Args: tree: of the model. kv: of its blocks. drafts: of its draft models.

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from sglang_cake.config import CakeConfig
@@ -49,8 +49,6 @@ from sglang_cake.loading.priority import FcfsSchedule, QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-    from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
 logger = logging.getLogger("sglang_cake")
 
@@ -92,6 +90,13 @@ class _WithoutKeys(NamedTuple):
     tenant: int
     rest: Span
     since_s: float | None = None
+
+
+class EndMemory(Protocol):
+    """Allocates slots for end states: `CakeRadixCache`."""
+
+    def allocate_end(self, req: "Req", span: Span) -> EndSlots | None: ...
+    def free_end(self, req: "Req", end: EndSlots) -> None: ...
 
 
 class Coordinator:
@@ -471,7 +476,7 @@ class Coordinator:
         self._live_record(req).queue.has_memory = has_memory
 
     def attach_islands(
-        self, req: "Req", attach: Callable[..., None], memory: "CakeRadixCache | None" = None
+        self, req: "Req", attach: Callable[..., None], memory: EndMemory | None = None
     ) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
@@ -1117,7 +1122,7 @@ class Coordinator:
         prompt = self._without_keys.get(rid)
         return StepWork() if prompt is None else work_of(*prompt.rest)
 
-    def _load_end(self, record: PromptRecord, memory: "CakeRadixCache", end: EndSlots) -> bool:
+    def _load_end(self, record: PromptRecord, memory: EndMemory, end: EndSlots) -> bool:
         """Whether the end state that has landed is copied, or will be."""
         loaded = False
         try:
