@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import facts, kvr_figures
 from benchmarks.chain_model import (
-    Link,
+    ChainLink,
     Worker,
     all_gather_tokens,
     chain_ttft,
@@ -66,20 +66,20 @@ class Fitted:
     kv: float
     sends: float = FAST  # bytes/s that a send between neighbours reaches on any link
 
-    def link(self, bytes_per_s: float = FAST, *, blocking: bool = True) -> Link:
+    def link(self, bytes_per_s: float = FAST, *, blocking: bool = True) -> ChainLink:
         """A link between neighbours."""
-        return Link(min(bytes_per_s, self.sends), self.latency_s, blocking)
+        return ChainLink(min(bytes_per_s, self.sends), self.latency_s, blocking)
 
     def tsp(self, tokens: int, p: int, bytes_per_s: float = FAST, **more: Any) -> float:
         """TTFT of TSP, whose all-gathers have the links as they are said to be."""
-        link = Link(bytes_per_s, self.latency_s)
+        link = ChainLink(bytes_per_s, self.latency_s)
         return sequence_parallel_ttft(tokens, p, self.worker, link, self.kv, **more)
 
-    def chain(self, plan: Partition, link: Link | None = None, **more: Any) -> float:
+    def chain(self, plan: Partition, link: ChainLink | None = None, **more: Any) -> float:
         """TTFT of a chain."""
         return chain_ttft(plan, self.worker, link or self.link(), self.kv, **more)
 
-    def search(self, tokens: int, p: int, link: Link | None = None) -> Searched:
+    def search(self, tokens: int, p: int, link: ChainLink | None = None) -> Searched:
         """KVR-S: the grid search around the better of the even and the closed-form partition."""
         over = link or self.link()
 
@@ -212,7 +212,7 @@ def bounds(fitted: Fitted) -> list[dict[str, Any]]:
     alone_s = fitted.worker.step_s(0, tokens)
     for p in (2, 4, 8):
         best, uniform = fitted.search(tokens, p), even(Span(0, tokens), p)
-        free_s = fitted.search(tokens, p, Link(1e18)).ttft_s
+        free_s = fitted.search(tokens, p, ChainLink(1e18)).ttft_s
         rows.append(
             {
                 "workers": p,
@@ -294,8 +294,8 @@ def zigzag(fitted: Fitted) -> list[dict[str, Any]]:
             plan = balanced(Span(0, k * K), p, causal.step_s)
             row: dict[str, Any] = {"ktokens": k, "workers": p}
             for name, rate in (("no_network", 1e18), ("300GB/s", 300e9), ("10GB/s", 10e9)):
-                kvr_s = chain_ttft(plan, causal, Link(rate), kv)
-                zig_s = sequence_parallel_ttft(k * K, p, causal, Link(rate), kv, zigzag=True)
+                kvr_s = chain_ttft(plan, causal, ChainLink(rate), kv)
+                zig_s = sequence_parallel_ttft(k * K, p, causal, ChainLink(rate), kv, zigzag=True)
                 row[name] = {"kvr_s": round(kvr_s, 4), "zigzag_over_kvr": round(zig_s / kvr_s, 3)}
             rows.append(row)
     return rows

@@ -57,7 +57,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """A link between neighbours.
 
     `blocking` follows the paper's pseudo-code (Table 5): a layer is sent in one piece, received and
@@ -94,7 +94,7 @@ class ChainTimes:
 def run_chain(
     partitions: Sequence[Partition] | npt.NDArray[np.int64],
     worker: Worker,
-    link: Link,
+    link: ChainLink,
     kv_token_bytes: float,
     *,
     slowdown: Floats | None = None,
@@ -144,7 +144,7 @@ def run_chain(
 def chain_ttft(
     partition: Partition,
     worker: Worker,
-    link: Link,
+    link: ChainLink,
     kv_token_bytes: float,
     *,
     slowdown: Floats | None = None,
@@ -158,7 +158,7 @@ def sequence_parallel_ttft(
     tokens: int,
     workers: int,
     worker: Worker,
-    link: Link,
+    link: ChainLink,
     kv_token_bytes: float,
     *,
     zigzag: bool = False,
@@ -252,7 +252,9 @@ def _layer_parts(worker: Worker, start: Floats, tokens: Floats) -> tuple[Floats,
     return first / worker.layers, (whole - first) / worker.layers
 
 
-def _carry(parts: list[tuple[Floats, Floats]], free: Floats, link: Link) -> tuple[Floats, Floats]:
+def _carry(
+    parts: list[tuple[Floats, Floats]], free: Floats, link: ChainLink
+) -> tuple[Floats, Floats]:
     """When a link that is free from `free` on begins and ends to carry two parts (ready, takes).
 
     The part that is ready first is carried first.

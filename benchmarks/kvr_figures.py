@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import facts
-from benchmarks.chain_model import Link, Worker, run_chain
+from benchmarks.chain_model import ChainLink, Worker, run_chain
 from benchmarks.paper.pictures import GREY, draw
 from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
 from sglang_cake.core.token_span import Span
@@ -27,7 +27,7 @@ PANELS: dict[str, tuple[str, int, float, tuple[int, ...], str]] = {
 }
 # The picture of the chain: few layers and a slow link, so that what waits for what can be seen.
 SHOWN = Worker(layers=6, token_s=40e-6, pair_s=4e-9, causal=True)
-SHOWN_LINK, SHOWN_KV_BYTES, SHOWN_TOKENS, SHOWN_WORKERS = Link(6e9), 131_072.0, 16 * K, 4
+SHOWN_LINK, SHOWN_KV_BYTES, SHOWN_TOKENS, SHOWN_WORKERS = ChainLink(6e9), 131_072.0, 16 * K, 4
 
 
 def panels(models: "dict[str, Fitted]") -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The rules of docs/architecture.md, kept by a test: which part may import which."""
 
 import ast
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -169,3 +170,13 @@ def test_parsing_is_not_disturbed_by_finalizers_that_parse() -> None:
         garbage = [Parsing() for _ in range(5)]
         del garbage
         ast.parse(text)
+
+
+def test_architecture_class_names_are_unique() -> None:
+    """A leading underscore makes no difference."""
+    places = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}

@@ -47,7 +47,7 @@ LARGEST_BLOCK_BYTES = 64 << 20  # that is measured
 UNKNOWN_BLOCK_BYTES = 1 << 20  # measured if the model is not known
 NO_LIMIT = 2**40
 
-State = Literal["ok", "mend", "note"]
+FindingState = Literal["ok", "mend", "note"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Finding:
         text: one line; with `mend`, it says what to do.
     """
 
-    state: State
+    state: FindingState
     about: str
     text: str
 
@@ -428,7 +428,7 @@ def gain_finding(
         found = plan.predict(parser.parse_args(flags))
     except ConfigError as error:
         return Finding("note", "gain", f"`sglang-cake plan` cannot predict it: {error}")
-    states: dict[str, State] = {"no": "mend", "unsure": "note"}
+    states: dict[str, FindingState] = {"no": "mend", "unsure": "note"}
     text = f"at {size_text(bytes_per_s)}/s of the store: {found['because']}"
     return Finding(states.get(found["answer"], "ok"), "gain", text)
 

@@ -204,15 +204,15 @@ async def stats_of(named: NamedStore, frames: list[BlockFrame]) -> StoreStats:
     return StoreStats()
 
 
-def room_bytes(named: NamedStore, stats: StoreStats) -> float:
+def unused_bytes(named: NamedStore, stats: StoreStats) -> float:
     """Bytes that a store takes before it evicts blocks; infinite if it tells no limit."""
-    room = math.inf
+    unused = math.inf
     if named.files is not None:
-        room = shutil.disk_usage(named.files.path).free - named.files.min_free_bytes
+        unused = shutil.disk_usage(named.files.path).free - named.files.min_free_bytes
     if stats.capacity_bytes is not None and stats.used_bytes is not None:
         capacity_bytes = stats.capacity_bytes - ahead_bytes(stats.capacity_bytes)
-        room = min(room, capacity_bytes - stats.used_bytes)
-    return room
+        unused = min(unused, capacity_bytes - stats.used_bytes)
+    return unused
 
 
 async def for_each(

@@ -21,7 +21,7 @@ from sglang_cake.cli.machine_args import (
 )
 from sglang_cake.cli.text_tables import size_text, table
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.simulator.hardware import UNSURE, gpus_for, kv_room_tokens
+from sglang_cake.simulator.hardware import UNSURE, gpus_for, kv_capacity_tokens
 
 SHOWN = ("compute", "load", "cake", "optimum")
 MIN_GAIN = 1.05  # the model is not exact enough for smaller gains
@@ -83,7 +83,7 @@ def _impossible(server: ServerSpec) -> str | None:
         return reason
     if shape.heads % gpus or max(shape.kv_heads, gpus) % min(shape.kv_heads, gpus):
         return f"{gpus} GPUs cannot share {shape.heads} heads, and {shape.kv_heads} of KV, evenly"
-    if kv_room_tokens(shape, server.gpu, gpus) < server.block_tokens:
+    if kv_capacity_tokens(shape, server.gpu, gpus) < server.block_tokens:
         weights = size_text(shape.parameters * shape.weight_bytes)
         return (
             f"{weights} of weights do not fit in {gpus} x {server.gpu.memory_gib:g} GiB with room "
@@ -96,8 +96,10 @@ def _too_long(server: ServerSpec, tokens: int) -> str | None:
     """Why a prompt of this length cannot be served."""
     if tokens >= server.shape.context_tokens:
         return f"the model's context ends at {server.shape.context_tokens:,} tokens"
-    room = kv_room_tokens(server.shape, server.gpu, server.gpus)
-    return f"KV of {max(0, room):,} tokens fits beside the weights" if tokens > room else None
+    most_tokens = kv_capacity_tokens(server.shape, server.gpu, server.gpus)
+    if tokens <= most_tokens:
+        return None
+    return f"KV of {max(0, most_tokens):,} tokens fits beside the weights"
 
 
 def _row(ends: list[ServerSpec], tokens: int) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def search_one(
             if each.bounds not in known:
                 times = [helped(ask, tokens, each)[0] for _ in range(repeats)]
                 ttft_s = known[each.bounds] = statistics.median(times)
-                _append(journal, _Measured(each.bounds, ttft_s))
+                _append(journal, _JournalLine(each.bounds, ttft_s))
                 say(
                     f"{tokens:,} tokens  {each.bounds}  {ttft_s:.3f} s  "
                     f"best {min(known.values()):.3f} s  #{len(known)}"
@@ -154,17 +154,17 @@ def search_one(
     return found
 
 
-class _Measured(msgspec.Struct):
+class _JournalLine(msgspec.Struct):
     """A line of the journal, by which a search that was stopped goes on."""
 
     bounds: tuple[int, ...]
     ttft_s: float
 
 
-_MEASURED = msgspec.json.Decoder(_Measured)
+_JOURNAL_LINE = msgspec.json.Decoder(_JournalLine)
 
 
-def _append(journal: Path, line: _Measured) -> None:
+def _append(journal: Path, line: _JournalLine) -> None:
     journal.touch(mode=0o600, exist_ok=True)
     with journal.open("ab") as file:
         # The newline first: it ends a line that a crash left.
@@ -174,7 +174,7 @@ def _append(journal: Path, line: _Measured) -> None:
 def _read(journal: Path) -> Iterator[tuple[tuple[int, ...], float]]:
     for line in journal.read_bytes().splitlines() if journal.exists() else ():
         with contextlib.suppress(ValueError):  # a line that a crash left: it is measured again
-            found = untrusted.decode(_MEASURED, line)
+            found = untrusted.decode(_JOURNAL_LINE, line)
             yield found.bounds, found.ttft_s
 
 

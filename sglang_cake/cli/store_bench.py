@@ -25,8 +25,8 @@ from sglang_cake.cli.named_stores import (
     one_store,
     opened,
     progress,
-    room_bytes,
     run_tool,
+    unused_bytes,
 )
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
@@ -180,7 +180,7 @@ async def measure_size(
         async with opened(named.source, frame, at_once) as store:
             most_blocks = math.inf
             if not may_evict:
-                most_blocks = _room_blocks(named, frame, at_once, await store.stats())
+                most_blocks = _unused_blocks(named, frame, at_once, await store.stats())
             wanted = max(MIN_BLOCKS * at_once, budget_bytes // size_bytes)
             keys = _keys(at_once, int(min(wanted, most_blocks)))
             try:
@@ -193,18 +193,18 @@ async def measure_size(
     return found
 
 
-def _room_blocks(named: NamedStore, frame: BlockFrame, at_once: int, stats: StoreStats) -> float:
+def _unused_blocks(named: NamedStore, frame: BlockFrame, at_once: int, stats: StoreStats) -> float:
     """How many blocks may be written before the store evicts others; infinite if it tells no limit.
 
     Raises: FullStore, if less than MIN_BLOCKS for each of `at_once` calls; ConfigError if so in an
     empty store.
     """
-    room = room_bytes(named, stats)
+    unused = unused_bytes(named, stats)
     block_bytes = frame.payload_bytes + BESIDE_BLOCK_BYTES
     needed_bytes = MIN_BLOCKS * at_once * block_bytes + BESIDE_ALL_BYTES
-    if room >= needed_bytes:
-        return (room - BESIDE_ALL_BYTES) / block_bytes
-    text = f"{named.url}: no room to measure: {size_text(max(0, room))} are free, and "
+    if unused >= needed_bytes:
+        return (unused - BESIDE_ALL_BYTES) / block_bytes
+    text = f"{named.url}: no room to measure: {size_text(max(0, unused))} are free, and "
     text += f"{size_text(needed_bytes)} are needed"
     if stats.blocks == 0:
         raise ConfigError(text)

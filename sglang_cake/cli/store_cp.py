@@ -20,8 +20,8 @@ from sglang_cake.cli.named_stores import (
     progress,
     readable,
     refuse_memory,
-    room_bytes,
     run_tool,
+    unused_bytes,
     whole_digest,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
@@ -122,9 +122,9 @@ async def _copy(
                 blocks = 0
                 async for key in lacking(origin, there, passed):
                     if not blocks:
-                        room = room_bytes(destination, await there.stats()) - BESIDE_ALL_BYTES
+                        unused = unused_bytes(destination, await there.stats()) - BESIDE_ALL_BYTES
                         # Less what other workers may be copying now.
-                        fitting = room / (frame.payload_bytes + BESIDE_BLOCK_BYTES) - at_once + 1
+                        fitting = unused / (frame.payload_bytes + BESIDE_BLOCK_BYTES) - at_once + 1
                         if fitting < 1:
                             result.full = True
                             return

@@ -98,7 +98,7 @@ def _setting_text(name: str, value: object) -> str:
 
 
 async def _ls(args: argparse.Namespace) -> int:
-    told, status = [], 0
+    listed, status = [], 0
     stores = named_stores(args.url)
     digest = await whole_digest(stores, args.namespace)
     for named in stores:
@@ -106,21 +106,21 @@ async def _ls(args: argparse.Namespace) -> int:
             status |= await _list_blocks(named, digest, as_json=args.json)
             continue
         found = [await _describe(named, stored) for stored in await namespaces_of(named)]
-        told.append({"url": named.url, "namespaces": found})
+        listed.append({"url": named.url, "namespaces": found})
         if not args.json:
             print(_namespace_table(named, found))
     if args.json and digest is None:
-        print(json.dumps({"stores": told}))
+        print(json.dumps({"stores": listed}))
     return status
 
 
 async def _describe(named: NamedStore, stored: StoredNamespace) -> dict[str, Any]:
-    told: dict[str, Any] = {"namespace": stored.digest.hex(), "fields": stored.fields}
+    row: dict[str, Any] = {"namespace": stored.digest.hex(), "fields": stored.fields}
     try:
         frame = frame_of_stored(stored)
     except ValueError as error:
-        return told | {"unreadable": str(error)}
-    return told | asdict(await count(named, frame))
+        return row | {"unreadable": str(error)}
+    return row | asdict(await count(named, frame))
 
 
 async def count(named: NamedStore, frame: BlockFrame) -> NamespaceContent:
@@ -170,8 +170,8 @@ async def _list_blocks(named: NamedStore, digest: Digest, *, as_json: bool) -> i
             print(f"{'KEY':64}  {'BYTES':>12}  LAST USED")
         async for block in blocks_in(named, frame):
             if as_json:
-                told = {"key": block.key.hex(), "bytes": block.stored_bytes}
-                print(json.dumps(told | {"last_used_s": block.used_s}))
+                row = {"key": block.key.hex(), "bytes": block.stored_bytes}
+                print(json.dumps(row | {"last_used_s": block.used_s}))
             else:
                 used = time_text(block.used_s)
                 print(f"{block.key.hex()}  {block.stored_bytes:>12,}  {used}")

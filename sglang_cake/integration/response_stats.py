@@ -63,9 +63,9 @@ def computed(req: "Req", tokens: int) -> None:
 def _unwrap(_: None, manager: Any, meta_info: dict[str, Any], state: Any, *args: Any) -> None:
     # SGLang transports extra information as a list with an item per output token, and slices and
     # joins such lists in streams. This one has a single item, so it is taken out.
-    told = state.customized_info_accumulated.pop("cake", None)
-    if told and told[0] is not None and not hasattr(state, _STATISTICS):
-        setattr(state, _STATISTICS, told[0])
+    parts = state.customized_info_accumulated.pop("cake", None)
+    if parts and parts[0] is not None and not hasattr(state, _STATISTICS):
+        setattr(state, _STATISTICS, parts[0])
     meta_info.pop("cake", None)
     if hasattr(state, _STATISTICS):
         meta_info["cake"] = getattr(state, _STATISTICS)

@@ -285,7 +285,7 @@ class LoadRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _Link:
+class _StoreReads:
     """A store, and its reads under way, which the I/O thread writes.
 
     Attributes:
@@ -353,7 +353,7 @@ class _PromptQueue:
     """
 
     request: LoadRequest
-    link: _Link
+    link: _StoreReads
     keys: list[BlockKey] = field(default_factory=list)
     first_loadable: int = 0
     load_from: int = 0
@@ -417,7 +417,7 @@ class _SharedRead:
     """One block being read, for every prompt that wants it."""
 
     key: BlockKey
-    link: _Link
+    link: _StoreReads
     tier: int  # it counts as a read of this tier
     block_read: BlockRead
     waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
@@ -466,7 +466,7 @@ class Loader:
         least_limit_s: float = LEAST_LIMIT_S,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
-        self._link = None if store is None else _Link(store, depths)
+        self._link = None if store is None else _StoreReads(store, depths)
         self._staging = staging
         self._io = io
         self._counters = counters
@@ -621,7 +621,7 @@ class Loader:
     def use(self, store: Store | None, depths: Sequence[int]) -> None:
         """Prompts that begin from now on are served by `store`; None: no prompt may begin. Args:
         depths: as for the constructor."""
-        self._link = None if store is None else _Link(store, depths)
+        self._link = None if store is None else _StoreReads(store, depths)
         self._depths = depths
 
     def drain(self) -> list[LoaderEvent]:
@@ -741,7 +741,7 @@ class Loader:
     def _next_block(self) -> tuple[_PromptQueue, int] | None:
         """The prompt that is served next, and the position in its `todo` of the block to start."""
         # Only one prompt may use the last quarter of the buffers.
-        readable: dict[_Link, set[int]] = {}  # tiers that may be read
+        readable: dict[_StoreReads, set[int]] = {}  # tiers that may be read
         for queue in self._queues:
             link = queue.link
             if link not in readable:

@@ -81,7 +81,7 @@ class WriteEngine(Protocol):
         ...
 
 
-class _Link:
+class _PeerBuffers:
     """The buffers between this member and one peer."""
 
     def __init__(self, engine: WriteEngine, timeout_s: float) -> None:
@@ -196,13 +196,13 @@ class OneSidedTransport(ZmqTransport):
         times: LinkTimes = LINK_TIMES,
     ) -> None:
         others = [r for r in range(len(peers)) if r != rank]
-        self._links = {r: _Link(engine, times.send_s) for r in others}
+        self._buffers = {r: _PeerBuffers(engine, times.send_s) for r in others}
         self._engine = engine
         try:
             super().__init__(rank, peers, secret=secret, namespace=namespace, times=times)
         except BaseException:
-            for link in self._links.values():
-                link.close()
+            for buffers in self._buffers.values():
+                buffers.close()
             raise
 
     # ---- for `Member` ----
@@ -215,8 +215,8 @@ class OneSidedTransport(ZmqTransport):
         assert 0 < len(data) <= MAX_PART_BYTES
         if rank not in self.reachable():
             raise PeerGone(f"member {rank} cannot be reached")
-        link = self._links[rank]
-        found = link.put(lambda: self.buffer_of(rank), data)
+        buffers = self._buffers[rank]
+        found = buffers.put(lambda: self.buffer_of(rank), data)
         if found is None:
             raise PeerGone(f"member {rank} does not take what it is sent")
         section, took_s = found
@@ -225,24 +225,24 @@ class OneSidedTransport(ZmqTransport):
         try:
             self.send(rank, PartWritten(part, section, len(data), checksum, took_us))
         except PeerGone:
-            link.free(section)
+            buffers.free(section)
             raise
 
     def close(self) -> None:
         was_closed = self.closed.is_set()
         super().close()
-        for link in () if was_closed else self._links.values():
-            link.close()
+        for buffers in () if was_closed else self._buffers.values():
+            buffers.close()
 
     def own_buffer(self, rank: int) -> ReceiveBuffer:
-        return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address)
+        return ReceiveBuffer(self._engine.session, self._buffers[rank].buffer_address)
 
     # ---- `Handler`; the connections' threads ----
 
     def on_message(self, rank: int, message: Message) -> None:
         """Raises: BadMessage, which ends the connection."""
         if isinstance(message, Credit):
-            self._links[rank].free(message.section)
+            self._buffers[rank].free(message.section)
         elif isinstance(message, PartWritten):
             self._part_written(rank, message)
         else:
@@ -253,20 +253,20 @@ class OneSidedTransport(ZmqTransport):
         raise BadMessage("a part beside the engine")
 
     def on_gone(self, rank: int, reason: str) -> None:
-        self._links[rank].part()
+        self._buffers[rank].part()
         self._handler.on_gone(rank, reason)
 
     def _part_written(self, rank: int, message: PartWritten) -> None:
         if message.section >= SECTIONS or not 0 < message.size <= MAX_PART_BYTES:
             raise BadMessage(f"{message.size} bytes in section {message.section}")
-        link, start = self._links[rank], message.section * MAX_PART_BYTES
-        partings = link.partings
-        data = link.received[start : start + message.size]
+        buffers, start = self._buffers[rank], message.section * MAX_PART_BYTES
+        partings = buffers.partings
+        data = buffers.received[start : start + message.size]
         if self._engine.checksum(data) != message.checksum:
             raise BadMessage("the checksum of a part is wrong")
         self.measured(rank, message.size, message.took_us / 1e6)
         self._handler.on_part(rank, message.part, data)
-        if link.partings != partings:  # it has left since, so its sections are free
+        if buffers.partings != partings:  # it has left since, so its sections are free
             return
         with contextlib.suppress(PeerGone):
             self.send(rank, Credit(message.section))

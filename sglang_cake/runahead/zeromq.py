@@ -162,7 +162,7 @@ class Peer:
         self._session = 0  # 0: not connected
         self._heard = False  # whether anything arrived on this connection
         self.theirs: Hello | None = None
-        self._told: Hello | None = None  # our newest Hello that was sent
+        self._sent_hello: Hello | None = None  # our newest Hello that was sent
         self._kv: _KvPath | None = None
         self._kv_sender: EncryptedKvSender | None = None
         self._bytes_per_s: float | None = None  # of KV from it on this connection
@@ -238,7 +238,7 @@ class Peer:
             dialed.close()
 
     def _look(self, dialed: "_Connection") -> None:
-        is_settled = self._told is not None or not self._session
+        is_settled = self._sent_hello is not None or not self._session
         ready = dict(self._poller.poll(_LOOK_MS if is_settled else _AGAIN_MS))
         dialed.judge(ready)
         if dialed.is_up and not self._session:
@@ -310,14 +310,14 @@ class Peer:
             heard = self.theirs.session
             path, key = self._kv.receiver.name, self._kv.receiver.key
         hello = self._owner.hello(self._rank, self._session, heard, path, key)
-        if again or hello != self._told:
+        if again or hello != self._sent_hello:
             reason = ""
             try:
                 self._owner.put(self._rank, hello)
-                self._told = hello
+                self._sent_hello = hello
             except PeerGone as error:
                 reason = str(error)
-                self._told = None
+                self._sent_hello = None
             self._judge(reason)
 
     def _forget(self, reason: str) -> None:
@@ -329,14 +329,14 @@ class Peer:
         self._kv = None
         self._kv_sender = None
         self.theirs = None
-        self._told = None
+        self._sent_hello = None
         self._bytes_per_s = None
         self._judge(reason)
 
     def _judge(self, reason: str) -> None:
-        theirs, told = self.theirs, self._told
+        theirs, sent = self.theirs, self._sent_hello
         has_answered = theirs is not None and theirs.heard == self._session != 0
-        here = has_answered and told is not None and told.heard != 0
+        here = has_answered and sent is not None and sent.heard != 0
         if here == self.is_here:
             return
         self.is_here = here

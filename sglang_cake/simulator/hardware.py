@@ -35,7 +35,7 @@ LAUNCH_S = 0.001
 PLAN_S = 0.0015  # SGLang's own time to form and launch a step
 SCALING = 0.88
 UNSURE = 1.3
-KV_ROOM = 0.88  # share of a GPU's memory for weights and KV: SGLang's --mem-fraction-static
+MEMORY_SHARE = 0.88  # share of a GPU's memory for weights and KV: SGLang's --mem-fraction-static
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +125,15 @@ def load_cost(kv_bytes: float, medium: Medium, block_tokens: int) -> LoadCost:
     return LoadCost(medium.latency_s, block_tokens * kv_bytes / medium.bytes_per_s)
 
 
-def kv_room_tokens(shape: Shape, gpu: Gpu, gpus: int) -> int:
+def kv_capacity_tokens(shape: Shape, gpu: Gpu, gpus: int) -> int:
     """Tokens whose KV fits beside the weights; negative if the weights alone do not fit."""
-    room = gpu.memory_gib * 2**30 * KV_ROOM - shape.parameters * shape.weight_bytes / gpus
-    return math.floor(room / shape.rank_kv_bytes(gpus))
+    kv_bytes = gpu.memory_gib * 2**30 * MEMORY_SHARE - shape.parameters * shape.weight_bytes / gpus
+    return math.floor(kv_bytes / shape.rank_kv_bytes(gpus))
 
 
 def gpus_for(shape: Shape, gpu: Gpu) -> int:
     """The least power of two of GPUs that hold the weights."""
-    one = gpu.memory_gib * 2**30 * KV_ROOM
+    one = gpu.memory_gib * 2**30 * MEMORY_SHARE
     return int(2 ** math.ceil(math.log2(shape.parameters * shape.weight_bytes / one)))
 
 

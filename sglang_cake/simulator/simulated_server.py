@@ -226,7 +226,7 @@ class Crossing:
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class SimulatedLink:
     """A link, and the block that crosses it.
 
     Attributes:
@@ -289,7 +289,7 @@ class SimulatedServer:
         self._arrivals = itertools.count(1)
         self._lives: list[LivePrompt] = []
         self._queue: list[LivePrompt] = []
-        self._links = [Link(store_link) for store_link in machine.store_links]
+        self._links = [SimulatedLink(store_link) for store_link in machine.store_links]
         self._landed_s = 0.0  # when the last block landed
         self._launched = 0  # steps that are not over: one, or two with the overlap loop
         self._free_s = 0.0  # the predicted end of the last one
@@ -332,7 +332,7 @@ class SimulatedServer:
     def _known_latency_s(self) -> float:
         return min(store_link.load.latency_s for store_link in self._machine.store_links)
 
-    def _landed(self, link: Link, crossing: Crossing) -> None:
+    def _landed(self, link: SimulatedLink, crossing: Crossing) -> None:
         if link.crossing is not crossing:
             return  # it was cancelled
         link.clear()
@@ -497,7 +497,7 @@ class SimulatedServer:
                         live.since_s = now
                 first = False
 
-    def _next_block(self, live: LivePrompt, link: Link) -> int | None:
+    def _next_block(self, live: LivePrompt, link: SimulatedLink) -> int | None:
         """The most urgent block that `link` brings first. The blocks that others bring sooner are
         added to their queues."""
         lands_s = self._clock.now + link.store_link.load.block_s
@@ -507,7 +507,7 @@ class SimulatedServer:
                 return block
         return None
 
-    def _read(self, link: Link, live: LivePrompt, block: int) -> None:
+    def _read(self, link: SimulatedLink, live: LivePrompt, block: int) -> None:
         now, store_link = self._clock.now, link.store_link
         first = not live.any_landed and not live.reading
         live.reading.add(block)

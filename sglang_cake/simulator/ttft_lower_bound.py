@@ -125,12 +125,12 @@ class _Device:
         self._prompt = prompt_tokens
         self._chunk = chunk_tokens
         # Sums over the first i steps:
-        self._room = [0]  # tokens of the budgets that others leave
+        self._budget_tokens = [0]  # tokens of the budgets that others leave
         self._bare_s = [0.0]  # time without tokens of the prompt
         self._full_s = [0.0]  # time with as many of its tokens as fit
-        while self._room[-1] < prompt_tokens:
+        while self._budget_tokens[-1] < prompt_tokens:
             self._extend()
-            start, stop = (min(room, prompt_tokens) for room in self._room[-2:])
+            start, stop = (min(tokens, prompt_tokens) for tokens in self._budget_tokens[-2:])
             overhead_s = self._bare_s[-1] - self._bare_s[-2]
             self._full_s.append(self._full_s[-1] + overhead_s + self.tokens_s(start, stop))
         self.alone_s = machine.device.done_s(0.0, self._full_s[-1])
@@ -141,7 +141,7 @@ class _Device:
         i = min(bisect_right(self._full_s, work_s), len(self._full_s) - 1) - 1
         overhead_s = self._bare_s[i + 1] - self._bare_s[i]
         inside_s = work_s - self._full_s[i] - overhead_s
-        start, stop = self._room[i : i + 2]
+        start, stop = self._budget_tokens[i : i + 2]
         return min(start + self._tokens_in(inside_s, start), float(stop), float(self._prompt))
 
     def rest_s(self, computed: float, gap: float, stored: int, when_s: float) -> float:
@@ -179,14 +179,14 @@ class _Device:
 
     def _overhead_s(self, first: int, tokens: float) -> float:
         """Fixed work of the steps from number `first` on that can hold `tokens`."""
-        while self._room[-1] - self._room[first] < tokens:
+        while self._budget_tokens[-1] - self._budget_tokens[first] < tokens:
             self._extend()
-        last = bisect_left(self._room, self._room[first] + tokens)
+        last = bisect_left(self._budget_tokens, self._budget_tokens[first] + tokens)
         return self._bare_s[last] - self._bare_s[first]
 
     def _extend(self) -> None:
-        taken = self._machine.others(len(self._room) - 1) if self._machine.others else 0
-        self._room.append(self._room[-1] + max(0, self._chunk - taken))
+        taken = self._machine.others(len(self._budget_tokens) - 1) if self._machine.others else 0
+        self._budget_tokens.append(self._budget_tokens[-1] + max(0, self._chunk - taken))
         self._bare_s.append(self._bare_s[-1] + self._machine.prefill.work_s(StepWork(taken)))
 
 

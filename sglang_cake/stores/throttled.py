@@ -26,7 +26,7 @@ LEAST_PIECE_BYTES = 1 << 16
 PIECE_S = 0.002
 
 
-class Link:
+class ThrottledLink:
     """A lock that the reads of one event loop hold one after another."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Link:
         self.free_s = -math.inf  # when the last read gave the link back
 
 
-Links = dict[asyncio.AbstractEventLoop, Link]
+ThrottledLinks = dict[asyncio.AbstractEventLoop, ThrottledLink]
 
 
 class ThrottledStore(WrapperStore):
@@ -51,7 +51,7 @@ class ThrottledStore(WrapperStore):
         *,
         bytes_per_s: float,
         block_bytes: int,
-        links: Links | None = None,
+        links: ThrottledLinks | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -73,7 +73,7 @@ class ThrottledStore(WrapperStore):
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         asked_s = self._clock()
-        link = self._links.setdefault(asyncio.get_running_loop(), Link())
+        link = self._links.setdefault(asyncio.get_running_loop(), ThrottledLink())
         reading = asyncio.ensure_future(self.inner.get_into(key, out))
         try:
             async with link.lock:
@@ -119,7 +119,7 @@ class ThrottledSource:
 
     inner: StoreSource
     bytes_per_s: float
-    links: Links = field(default_factory=dict, init=False, repr=False, compare=False)
+    links: ThrottledLinks = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def depth(self) -> int:

@@ -131,11 +131,11 @@ class StoreContract:
             assert all(await store.contains([key_of(size) for size in sizes]))
             for size in sizes:
                 out = bytearray(most + 64)
-                told = ProgressRecord(out, block[:size])
-                assert await store.get_into(key_of(size), memoryview(out)[:most], told) == size
+                progress = ProgressRecord(out, block[:size])
+                assert await store.get_into(key_of(size), memoryview(out)[:most], progress) == size
                 assert out[:size] == block[:size]
                 assert out[most:] == bytes(64)
-                self._check(told)
+                self._check(progress)
 
         self.run(tmp_path, test)
 
@@ -220,36 +220,36 @@ class StoreContract:
     async def test_store_progress_of_parallel_reads_counts_only_bytes_present(
         self, store: Store
     ) -> None:
-        async def told_of(name: int) -> tuple[ProgressRecord, int]:
+        async def progress_of(name: int) -> tuple[ProgressRecord, int]:
             out = bytearray(LAYOUT.block_bytes)
-            told = ProgressRecord(out, block_of(name))
-            await store.get_into(key_of(name), memoryview(out), told)
-            return told, len(told.counts)
+            progress = ProgressRecord(out, block_of(name))
+            await store.get_into(key_of(name), memoryview(out), progress)
+            return progress, len(progress.counts)
 
         names = range(8)
         for name in names:
             await store.put(key_of(name), block_of(name))
-        reads = await asyncio.gather(*(told_of(name) for name in names))
+        reads = await asyncio.gather(*(progress_of(name) for name in names))
         assert [await read(store, key_of(n)) for n in names] == [block_of(n) for n in names]
-        for told, count in reads:
-            self._check(told)
-            assert len(told.counts) == count, "told after the call had returned"
+        for progress, count in reads:
+            self._check(progress)
+            assert len(progress.counts) == count, "told after the call had returned"
 
-    def _check(self, told: ProgressRecord) -> None:
+    def _check(self, progress: ProgressRecord) -> None:
         """Of a read without failures."""
-        assert told.wrong == []
+        assert progress.wrong == []
         if self.tells_progress:
-            assert told.grew, told.counts
+            assert progress.grew, progress.counts
         else:
-            assert told.counts == []
+            assert progress.counts == []
 
     @on_fresh_store
     async def test_store_progress_of_a_missing_block_is_never_reported(self, store: Store) -> None:
         out = bytearray(LAYOUT.block_bytes)
-        told = ProgressRecord(out, block_of("a"))
+        progress = ProgressRecord(out, block_of("a"))
         with pytest.raises((BlockMissing, StoreUnavailable)):
-            await store.get_into(key_of("a"), memoryview(out), told)
-        assert told.counts == []
+            await store.get_into(key_of("a"), memoryview(out), progress)
+        assert progress.counts == []
 
     @on_fresh_store
     async def test_store_forty_parallel_puts_and_reads_all_succeed(self, store: Store) -> None:
@@ -271,11 +271,11 @@ class StoreContract:
     ) -> None:
         for steps in range(6):  # how far each call gets before it is cancelled
             key, out = key_of(steps), bytearray(LAYOUT.block_bytes)
-            told = ProgressRecord(out, block_of("old"))
+            progress = ProgressRecord(out, block_of("old"))
             await store.put(key_of("old"), block_of("old"))
             calls: list[asyncio.Task[object]] = [
                 asyncio.create_task(store.put(key, block_of(steps))),
-                asyncio.create_task(store.get_into(key_of("old"), memoryview(out), told)),
+                asyncio.create_task(store.get_into(key_of("old"), memoryview(out), progress)),
                 asyncio.create_task(store.contains([key])),
             ]
             for _ in range(steps):
@@ -283,14 +283,14 @@ class StoreContract:
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls)
-            counts = list(told.counts)
+            counts = list(progress.counts)
             out[:] = bytes(len(out))
             assert await read(store, key_of("old")) == block_of("old")
             if (await store.contains([key]))[0]:
                 assert await read(store, key) == block_of(steps)
             assert bytes(out) == bytes(len(out)), "written after the call had returned"
-            assert told.counts == counts, "told after the call had returned"
-            assert told.wrong == []
+            assert progress.counts == counts, "told after the call had returned"
+            assert progress.wrong == []
 
     @on_fresh_store
     async def test_store_closed_raises_store_unavailable_on_every_call(self, store: Store) -> None:

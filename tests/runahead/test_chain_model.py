@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chain_model import (
-    Link,
+    ChainLink,
     Worker,
     all_gather_tokens,
     chain_ttft,
@@ -18,7 +18,7 @@ from benchmarks.chain_model import (
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, balanced, even
 
-FREE = Link(1e30)
+FREE = ChainLink(1e30)
 
 
 def test_chain_model_one_worker_takes_the_time_of_a_step() -> None:
@@ -31,21 +31,21 @@ def test_chain_model_one_worker_takes_the_time_of_a_step() -> None:
 def test_chain_model_two_workers_one_layer_equals_arithmetic_by_hand() -> None:
     # 10 tokens each, 1 s a token, a quarter of it before K and V; 1 byte a token at 2 bytes/s.
     worker = Worker(1, 1.0, 0.0)
-    times = run_chain([Partition((0, 10, 20))], worker, Link(2.0), 1.0)
+    times = run_chain([Partition((0, 10, 20))], worker, ChainLink(2.0), 1.0)
     assert times.projected[:, 0, 0].tolist() == [2.5, 2.5]
     assert times.sent[0, 0, 0] == 2.5
     assert times.received[1, 0, 0] == 2.5 + 5
     assert times.ttft_s[0] == 7.5 + 7.5
     # A blocking sender goes on after the sending.
-    blocked = run_chain([Partition((0, 10, 20))], worker, Link(2.0, blocking=True), 1.0)
+    blocked = run_chain([Partition((0, 10, 20))], worker, ChainLink(2.0, blocking=True), 1.0)
     assert blocked.done[0, 0, 0] == times.done[0, 0, 0] + 5
 
 
 def test_chain_model_received_kv_is_sent_on_before_the_own_part() -> None:
     worker = Worker(1, 1.0, 0.0)
     plan = Partition((0, 4, 20, 24))  # the second worker has the long span
-    at_once = run_chain([plan], worker, Link(100.0), 1.0)
-    in_one = run_chain([plan], worker, Link(100.0, blocking=True), 1.0)
+    at_once = run_chain([plan], worker, ChainLink(100.0), 1.0)
+    in_one = run_chain([plan], worker, ChainLink(100.0, blocking=True), 1.0)
     assert at_once.sent[1, 0, 0] == at_once.received[1, 0, 0] < at_once.projected[1, 0, 0]
     assert in_one.sent[1, 0, 0] == in_one.projected[1, 0, 0]
     assert at_once.ttft_s[0] < in_one.ttft_s[0]
@@ -63,7 +63,7 @@ def test_chain_model_random_chains_keep_the_order_of_events(
 ) -> None:
     worker = Worker(layers, 1e-4, 1e-8)
     plan = even(Span(0, 600), workers)
-    t = run_chain([plan], worker, Link(bytes_per_s, latency_s, blocking), 1e3)
+    t = run_chain([plan], worker, ChainLink(bytes_per_s, latency_s, blocking), 1e3)
     assert (t.started <= t.projected).all()
     assert (t.projected <= t.resumed).all()
     assert (t.resumed <= t.done).all()
@@ -110,7 +110,7 @@ def test_chain_model_zigzag_with_causal_kernels_is_within_two_percent() -> None:
 
 
 def test_chain_model_batch_of_partitions_equals_one_by_one() -> None:
-    worker, link = Worker(8, 1e-4, 1e-8, floor_s=1e-3), Link(1e8)
+    worker, link = Worker(8, 1e-4, 1e-8, floor_s=1e-3), ChainLink(1e8)
     plans = [Partition((0, a, a + 50, 400)) for a in (10, 100, 300)]
     together = run_chain(plans, worker, link, 1e4).ttft_s
     bounds = np.array([plan.bounds for plan in plans])
@@ -119,7 +119,7 @@ def test_chain_model_batch_of_partitions_equals_one_by_one() -> None:
 
 
 def test_chain_model_slow_layers_delay_less_than_in_an_all_gather() -> None:
-    worker, link, kv = Worker(32, 1e-4, 1e-8), Link(1e9), 1e5
+    worker, link, kv = Worker(32, 1e-4, 1e-8), ChainLink(1e9), 1e5
     slow = np.ones((4, 32))
     slow[1, ::4] = 8
     plan = balanced(Span(0, 8192), 4, worker.step_s)

@@ -5,7 +5,14 @@ import math
 import pytest
 
 from benchmarks.paper import costs
-from sglang_cake.simulator.hardware import GPUS, UNSURE, Gpu, gpus_for, kv_room_tokens, prefill_cost
+from sglang_cake.simulator.hardware import (
+    GPUS,
+    UNSURE,
+    Gpu,
+    gpus_for,
+    kv_capacity_tokens,
+    prefill_cost,
+)
 from sglang_cake.simulator.shapes import find_shape
 
 K = 1024
@@ -93,6 +100,6 @@ def test_gpus_for_model_is_the_least_count_that_holds_the_weights(
 ) -> None:
     shape = find_shape(model)
     assert gpus_for(shape, GPUS[gpu]) == gpus
-    assert kv_room_tokens(shape, GPUS[gpu], gpus) > 0
+    assert kv_capacity_tokens(shape, GPUS[gpu], gpus) > 0
     if gpus > 1:
-        assert kv_room_tokens(shape, GPUS[gpu], gpus // 2) < 0
+        assert kv_capacity_tokens(shape, GPUS[gpu], gpus // 2) < 0

@@ -539,8 +539,8 @@ class CakeRadixCache(UnifiedRadixCache):
             req.to_finish = reason
         if self.overlap_runner is not None:
             self.overlap_runner.due = None
-        told = f"the step of {req.rid!r} ran past cake, without all of its KV"
-        error = OverlapError(told, "lost")
+        text = f"the step of {req.rid!r} ran past cake, without all of its KV"
+        error = OverlapError(text, "lost")
         BOUNDARY.failed("CakeRadixCache.checkpoint", error, unsafe=True)
 
     def _overlapped_step(self, req: "Req") -> "OverlappedStep | None":

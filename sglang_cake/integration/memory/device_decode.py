@@ -55,7 +55,7 @@ def decode_payload(layout: BlockLayout, payload: torch.Tensor, block: torch.Tens
         block.copy_(source)
     for step in reversed(chain.arrays):
         assert isinstance(step, InverseRope), step
-        turn_keys(layout, step, block)
+        rotate_keys(layout, step, block)
     if chain.leading is not None:
         put_back_leading(layout, chain.leading, kept, block)
 
@@ -118,20 +118,20 @@ def put_back_leading(
         planes.copy_(rows.reshape(planes.shape))
 
 
-def turn_keys(layout: BlockLayout, step: InverseRope, block: torch.Tensor) -> None:
-    """Turn the keys of `block` (uint8 `[block_bytes]`) as `InverseRope.decode` does, in place."""
+def rotate_keys(layout: BlockLayout, step: InverseRope, block: torch.Tensor) -> None:
+    """Rotate the keys of `block` (uint8 `[block_bytes]`) as `InverseRope.decode` does, in place."""
     for part in parts_of(layout):
         if part.name == KEYS:
             pairs = _planes(layout, part, block).view(_dtype(layout)).float()
             pairs = pairs.unflatten(2, (-1, 2, step.head // 2))
             left, right = pairs.unbind(3)
-            cos, sin = (some.unsqueeze(1) for some in _turns(step, part.tokens, block.device))
-            turned = torch.stack((left * cos - right * sin, right * cos + left * sin), dim=3)
-            _write(layout, part, turned.flatten(2), block)
+            cos, sin = (some.unsqueeze(1) for some in _cos_sin(step, part.tokens, block.device))
+            rotated = torch.stack((left * cos - right * sin, right * cos + left * sin), dim=3)
+            _write(layout, part, rotated.flatten(2), block)
 
 
 @lru_cache(maxsize=8)
-def _turns(
+def _cos_sin(
     step: InverseRope, tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, float32 `[tokens, head / 2]`."""

@@ -215,11 +215,11 @@ def _identity(digest: bytes, item: "MultimodalDataItem", rows: torch.Tensor | No
 
     Args: rows: M-RoPE positions of the prompt; None: each position is the index.
     """
-    told = b"media" + digest
+    message = b"media" + digest
     if rows is not None:
         for start, end in item.offsets:
             before = max(0, start - 1)
             origin = rows[:1, before : before + 1] if start else -1
             steps = (rows[:, before : end + 2] - origin).to(torch.int64).cpu()
-            told += f" {start - before} {tuple(steps.shape)} ".encode() + steps.numpy().tobytes()
-    return hmac.digest(tenant_key(), told, "sha256")
+            message += f" {start - before} {tuple(steps.shape)} ".encode() + steps.numpy().tobytes()
+    return hmac.digest(tenant_key(), message, "sha256")

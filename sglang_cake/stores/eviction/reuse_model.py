@@ -60,14 +60,14 @@ ReuseFits = Mapping[RequestClass, ReuseFit]
 PRIOR_FIT: Final = ReuseFit(0.3, 1 / 300, 0)
 
 
-class _Access(NamedTuple):
+class _SampledAccess(NamedTuple):
     request_class: RequestClass
     at_s: float
 
 
 class _Gap(NamedTuple):
     ident: int
-    access: _Access  # the earlier one
+    access: _SampledAccess  # the earlier one
     gap_s: float  # to the next one
 
 
@@ -89,7 +89,7 @@ class ReuseModel:
     min_gap_s = 1.0
 
     def __init__(self) -> None:
-        self._last_access: dict[int, _Access] = {}  # of sampled blocks, by ident
+        self._last_access: dict[int, _SampledAccess] = {}  # of sampled blocks, by ident
         self._gaps: list[_Gap] = []
         self._one_in = _SAMPLE_ONE_IN
         self._refit_at_s = -math.inf
@@ -167,7 +167,7 @@ class ReuseModel:
                 return
             if gap_s >= self.min_gap_s:
                 self._gaps.append(_Gap(ident, before, gap_s))
-        self._last_access[ident] = _Access(request_class, at_s)
+        self._last_access[ident] = _SampledAccess(request_class, at_s)
         if self.samples > MAX_SAMPLES:
             # The same blocks leave both parts: a bound for each of them would change their ratio,
             # and so the share, by how busy the class and the store are.

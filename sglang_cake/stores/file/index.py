@@ -243,7 +243,7 @@ _HAS_CONTEXT = "".join(f" AND {name} = ?" for name in AccessContext._fields)
 _NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"
 
 
-class State(IntEnum):
+class RowState(IntEnum):
     """State of a row of blocks."""
 
     WRITING = 0
@@ -253,7 +253,7 @@ class State(IntEnum):
 
 # Rows in the other states are few, and have an index of their own. SQLite uses it for queries with
 # this very condition, and for no others.
-_UNSETTLED = f"state != {State.STORED}"
+_UNSETTLED = f"state != {RowState.STORED}"
 _STORED_TOTALS = f"""SELECT
     (SELECT coalesce(sum(blocks), 0) FROM namespaces) - count(*),
     (SELECT coalesce(sum(used_bytes), 0) FROM namespaces) - coalesce(sum(stored_bytes), 0)
@@ -328,7 +328,7 @@ class IndexReader:
     def stored_in(self, digest: Digest, after: bytes, at_most: int) -> list[IndexedBlock]:
         """Stored blocks of one namespace with a key above `after`, in that order."""
         return self._blocks(
-            f"state = {State.STORED} AND {_NAMESPACE} AND key > ? ORDER BY key LIMIT {at_most}",
+            f"state = {RowState.STORED} AND {_NAMESPACE} AND key > ? ORDER BY key LIMIT {at_most}",
             digest,
             after,
         )
@@ -454,7 +454,7 @@ class BlockIndex(IndexReader):
         for start in range(0, len(keys), 500):
             some = keys[start : start + 500]
             rows = self._select(
-                f"SELECT key FROM blocks WHERE {_NAMESPACE} AND state = {State.STORED} "
+                f"SELECT key FROM blocks WHERE {_NAMESPACE} AND state = {RowState.STORED} "
                 f"AND key IN ({','.join('?' * len(some))})",
                 digest,
                 *some,
@@ -488,7 +488,7 @@ class BlockIndex(IndexReader):
                 "INSERT INTO blocks "
                 "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
                 f"{', '.join(AccessContext._fields)}) "
-                f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.context)})",
+                f"VALUES (?, ?, {RowState.WRITING}, ?, ?, ?, ?{', ?' * len(usage.context)})",
                 (
                     namespace,
                     key,
@@ -515,11 +515,13 @@ class BlockIndex(IndexReader):
             db.execute("UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'blocks'")
             db.execute(
                 "UPDATE blocks SET id = (SELECT seq FROM sqlite_sequence WHERE name = 'blocks'), "
-                f"state = {State.STORED}, owner = NULL WHERE id = ? AND {_NAMESPACE} AND key = ?",
+                f"state = {RowState.STORED}, owner = NULL "
+                f"WHERE id = ? AND {_NAMESPACE} AND key = ?",
                 (block.id, block.namespace, block.key),
             )
             row = db.execute(
-                f"SELECT id FROM blocks WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
+                "SELECT id FROM blocks "
+                f"WHERE {_NAMESPACE} AND key = ? AND state = {RowState.STORED}",
                 (block.namespace, block.key),
             ).fetchone()
             return None if row is None else int(row[0])
@@ -534,7 +536,7 @@ class BlockIndex(IndexReader):
 
     def forget(self, digest: Digest, key: BlockKey, is_gone: Callable[[], bool]) -> bool:
         """Remove the row of a stored block if its file is gone; whether that was done."""
-        stored = f"{_NAMESPACE} AND key = ? AND state = {State.STORED}"
+        stored = f"{_NAMESPACE} AND key = ? AND state = {RowState.STORED}"
         if not self._select(f"SELECT 1 FROM blocks WHERE {stored}", digest, key):
             return False
         with self._transaction() as db:
@@ -548,7 +550,7 @@ class BlockIndex(IndexReader):
         """Namespaces with files that were set aside, and the bytes of these files."""
         rows = self._select(
             "SELECT digest, sum(stored_bytes) FROM blocks JOIN namespaces ON namespaces.id = "
-            f"namespace WHERE state = {State.ASIDE} AND {_UNSETTLED} GROUP BY digest"
+            f"namespace WHERE state = {RowState.ASIDE} AND {_UNSETTLED} GROUP BY digest"
         )
         return [(Digest(digest), _count(stored_bytes)) for digest, stored_bytes in rows]
 
@@ -556,7 +558,8 @@ class BlockIndex(IndexReader):
         """Remove the rows of a namespace's files that were set aside."""
         with self._transaction() as db:
             db.execute(
-                f"DELETE FROM blocks WHERE {_NAMESPACE} AND state = {State.ASIDE} AND {_UNSETTLED}",
+                "DELETE FROM blocks "
+                f"WHERE {_NAMESPACE} AND state = {RowState.ASIDE} AND {_UNSETTLED}",
                 (digest,),
             )
 
@@ -606,7 +609,7 @@ class BlockIndex(IndexReader):
 
     def find(self, block: int) -> IndexedBlock | None:
         """One stored block."""
-        for found in self._blocks(f"state = {State.STORED} AND blocks.id = ?", block):
+        for found in self._blocks(f"state = {RowState.STORED} AND blocks.id = ?", block):
             return found
         return None
 
@@ -618,7 +621,7 @@ class BlockIndex(IndexReader):
     def stored(self, after: int, at_most: int) -> list[IndexedBlock]:
         """Stored blocks of all namespaces with an id above `after`, in that order."""
         return self._blocks(
-            f"state = {State.STORED} AND blocks.id > ? ORDER BY blocks.id LIMIT {at_most}", after
+            f"state = {RowState.STORED} AND blocks.id > ? ORDER BY blocks.id LIMIT {at_most}", after
         )
 
     def sample(self, at_most: int) -> list[IndexedBlock]:
@@ -638,7 +641,7 @@ class BlockIndex(IndexReader):
 
     def writing(self) -> list[IndexedBlock]:
         """Blocks that a process is writing, or was writing when it ended."""
-        return self._blocks(f"state = {State.WRITING} AND {_UNSETTLED}")
+        return self._blocks(f"state = {RowState.WRITING} AND {_UNSETTLED}")
 
     def check(self) -> None:
         """Quick check for damage. Raises: sqlite3.DatabaseError."""
@@ -721,7 +724,7 @@ class BlockIndex(IndexReader):
                         (
                             namespace,
                             block.key,
-                            State.ASIDE if block.key is None else State.STORED,
+                            RowState.ASIDE if block.key is None else RowState.STORED,
                             block.stored_bytes,
                             block.changed_s,
                             block.used_s,

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 Connection = TypeVar("Connection")
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     """The state of a connection."""
 
     UNAUTHENTICATED = enum.auto()  # no valid token so far
@@ -29,7 +29,7 @@ class Places(Generic[Connection]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._states: dict[Connection, State] = {}  # in the order of their last changes
+        self._states: dict[Connection, ConnectionState] = {}  # in the order of their last changes
 
     def __len__(self) -> int:
         return len(self._states)
@@ -39,18 +39,20 @@ class Places(Generic[Connection]):
         its place for that, which the caller has to drop."""
         dropped = None
         if len(self._states) >= self._most:
-            dropped = self._first(State.UNAUTHENTICATED) or self._first(State.IDLE)
+            dropped = self._first(ConnectionState.UNAUTHENTICATED) or self._first(
+                ConnectionState.IDLE
+            )
             if dropped is None:
                 return None
             self.leave(dropped)
-        self._states[connection] = State.UNAUTHENTICATED
+        self._states[connection] = ConnectionState.UNAUTHENTICATED
         return dropped
 
-    def state_of(self, connection: Connection) -> State | None:
+    def state_of(self, connection: Connection) -> ConnectionState | None:
         """None: the connection has no place."""
         return self._states.get(connection)
 
-    def change(self, connection: Connection, state: State) -> None:
+    def change(self, connection: Connection, state: ConnectionState) -> None:
         """A request has come or has been answered; nothing if the connection has no place."""
         if self._states.pop(connection, None) is not None:
             self._states[connection] = state
@@ -59,5 +61,5 @@ class Places(Generic[Connection]):
         """The connection has ended."""
         self._states.pop(connection, None)
 
-    def _first(self, wanted: State) -> Connection | None:
+    def _first(self, wanted: ConnectionState) -> Connection | None:
         return next((one for one, state in self._states.items() if state is wanted), None)

@@ -24,7 +24,7 @@ from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import ServerCredentials
-from sglang_cake.stores.http.connection_limit import Places, State
+from sglang_cake.stores.http.connection_limit import ConnectionState, Places
 from sglang_cake.stores.http.protocol import Kind, Resource
 from sglang_cake.stores.http.request_body import STUCK_S, RefusedRequest, read_body
 from sglang_cake.stores.http.server_blocks import BlockService
@@ -177,10 +177,11 @@ class StoreServer(web.Server):
         if self._is_stopping:
             connection.close()
         self._metrics.answered(request.method, response.status)
-        if self._places.state_of(connection) is State.UNAUTHENTICATED or response.status == 401:
+        state = self._places.state_of(connection)
+        if state is ConnectionState.UNAUTHENTICATED or response.status == 401:
             response.force_close()
         else:
-            self._places.change(connection, State.IDLE)
+            self._places.change(connection, ConnectionState.IDLE)
         return response
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -192,7 +193,7 @@ class StoreServer(web.Server):
         tokens = self._credentials.tokens
         if not tokens.may_read(authorization):
             raise RefusedRequest(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
-        self._places.change(request.protocol, State.BUSY)
+        self._places.change(request.protocol, ConnectionState.BUSY)
         if request.method in WRITING and not tokens.may_write(authorization):
             raise RefusedRequest(403, "this token may only read")
         if resource is None:

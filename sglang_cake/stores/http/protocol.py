@@ -112,14 +112,14 @@ class _Stats(Struct):
     skipped_blocks: _Count = 0
 
 
-class _StoredNamespace(Struct):
+class _NamespaceEntry(Struct):
     digest: _Hash
     fields: dict[str, str]
 
 
 _BLOCK_LINE = Decoder(_BlockLine)
 _STATS = Decoder(_Stats)
-_STORED_NAMESPACES = Decoder(list[_StoredNamespace])
+_STORED_NAMESPACES = Decoder(list[_NamespaceEntry])
 _FIXED = re.compile(r"/(health|stats|metrics|namespaces)")
 _NAMESPACE = re.compile(r"/([0-9a-f]{64})/(|contains|touched|namespace\.json)", re.ASCII)
 _BLOCK = re.compile(r"/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})", re.ASCII)

@@ -232,8 +232,8 @@ class _Arbiter(Arbiter):
 
     def replace(self, worker: "_Worker") -> None:
         """A worker has ended. Raises: HaltServer."""
-        if worker.told != READY:
-            self._not_started(worker.told or "a worker ended before it was ready")
+        if worker.start_report != READY:
+            self._not_started(worker.start_report or "a worker ended before it was ready")
             return
         now_s = time.monotonic()
         if now_s >= worker.started_s + SETTLED_S:
@@ -277,16 +277,16 @@ class _Worker(Worker):
         super().__init__(*args)
         self.started_s = time.monotonic()
         # Shared with the parent. No file, since a worker may not start because a disk is full.
-        self._told = mmap.mmap(-1, mmap.PAGESIZE)
+        self._start_report = mmap.mmap(-1, mmap.PAGESIZE)
         self.notify()  # gunicorn never kills a worker of which there is no report
 
     @property
-    def told(self) -> str:
+    def start_report(self) -> str:
         """READY, or why the worker cannot start; empty before that."""
-        return self._told[:].rstrip(b"\0").decode(errors="replace")
+        return self._start_report[:].rstrip(b"\0").decode(errors="replace")
 
     def _tell(self, text: str) -> None:
-        self._told[:] = text.encode(errors="replace").ljust(mmap.PAGESIZE, b"\0")
+        self._start_report[:] = text.encode(errors="replace").ljust(mmap.PAGESIZE, b"\0")
 
     def init_signals(self) -> None:
         for number in self.SIGNALS:

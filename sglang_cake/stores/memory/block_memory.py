@@ -60,7 +60,7 @@ class HeldBlock:
 
 
 @dataclass(slots=True)
-class EvictionTally:
+class MemoryEvictionCounts:
     """Evictions for the blocks of one store. The memory changes it under its lock."""
 
     evicted_blocks: int = 0
@@ -191,7 +191,7 @@ class BlockMemory:
         size_bytes: int,
         *,
         must_earn_place: bool,
-        tally: EvictionTally | None = None,
+        evictions: MemoryEvictionCounts | None = None,
     ) -> HeldBlock | None:
         """A new block, to be filled and then committed. None if there is one already, or one that
         is being filled. Others may be evicted.
@@ -199,12 +199,12 @@ class BlockMemory:
         Args:
             must_earn_place: None as well if the policy would evict this block before others, or
                 only blocks that are not written below could be evicted for it.
-            tally: of the evictions for it.
+            evictions: of the evictions for it.
 
         Raises: StoreFull if all blocks that could be evicted for it are in use.
         """
         now_s = time.monotonic()
-        tally = tally or EvictionTally()
+        evictions = evictions or MemoryEvictionCounts()
         if (digest, key) in self._blocks:
             return None
         # Without the lock, since it waits for a long report.
@@ -223,25 +223,25 @@ class BlockMemory:
             number = next(self._numbers)
             if must_earn_place and not self._free:
                 self._policy.add(number, usage)
-                if not self._evict(now_s, tally, own=access.context.tenant, before=number):
+                if not self._evict(now_s, evictions, own=access.context.tenant, before=number):
                     self._policy.remove(number)
                     return None
-            elif not self._free and not self._evict(now_s, tally, own=access.context.tenant):
+            elif not self._free and not self._evict(now_s, evictions, own=access.context.tenant):
                 raise StoreFull("all blocks of the memory that may be evicted are in use")
             block = HeldBlock(number, digest, key, self._free.pop(), size_bytes)
             self._by_number[number] = self._blocks[digest, key] = block
             self._policy.add(number, usage)
             return block
 
-    def commit(self, block: HeldBlock, tally: EvictionTally | None = None) -> bool:
-        """The block has all its bytes; False if it was deleted meanwhile. Args: tally: as in
+    def commit(self, block: HeldBlock, evictions: MemoryEvictionCounts | None = None) -> bool:
+        """The block has all its bytes; False if it was deleted meanwhile. Args: evictions: as in
         `add`."""
-        tally = tally or EvictionTally()
+        evictions = evictions or MemoryEvictionCounts()
         with self._lock:
             block.whole = not block.gone
             self._leave(block)
             now_s = time.monotonic()
-            while self._policy.over_quota_bytes() and self._evict(now_s, tally, in_order=True):
+            while self._policy.over_quota_bytes() and self._evict(now_s, evictions, in_order=True):
                 pass
             return block.whole
 
@@ -312,7 +312,7 @@ class BlockMemory:
     def _evict(
         self,
         now_s: float,
-        tally: EvictionTally,
+        evictions: MemoryEvictionCounts,
         *,
         own: int | None = None,
         before: int | None = None,
@@ -367,9 +367,9 @@ class BlockMemory:
                 self._policy.give_back(number, usage)
         if victim is not None:
             self._remove(victim)
-            tally.evicted_blocks += 1
-            tally.evicted_bytes += self._stride_bytes
-        tally.choosing_ns += time.perf_counter_ns() - began_ns
+            evictions.evicted_blocks += 1
+            evictions.evicted_bytes += self._stride_bytes
+        evictions.choosing_ns += time.perf_counter_ns() - began_ns
         return victim is not None
 
     def _remove(self, block: HeldBlock) -> None:

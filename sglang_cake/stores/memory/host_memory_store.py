@@ -27,7 +27,7 @@ from sglang_cake.stores.base import (
 )
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.memory.block_memory import BlockMemory, EvictionTally, Unwritten
+from sglang_cake.stores.memory.block_memory import BlockMemory, MemoryEvictionCounts, Unwritten
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
@@ -56,7 +56,7 @@ class HostMemoryStore(Store):
         self._memory: BlockMemory | None = memory
         self._frame = frame
         self._reads_count = reads_count
-        self._tally = EvictionTally()
+        self._evictions = MemoryEvictionCounts()
         self._readers = DaemonPool(threads, "cake-memory-read")
         self._writers = DaemonPool(threads, "cake-memory-write")
 
@@ -108,9 +108,10 @@ class HostMemoryStore(Store):
             yield block
 
     async def stats(self) -> StoreStats:
-        tally = self._tally
         evictions = EvictionCounts(
-            tally.evicted_bytes, tally.evicted_blocks, tally.choosing_ns // 1000
+            self._evictions.evicted_bytes,
+            self._evictions.evicted_blocks,
+            self._evictions.choosing_ns // 1000,
         )
         return replace(self._opened().stats(), evictions=evictions)
 
@@ -166,7 +167,7 @@ class HostMemoryStore(Store):
             key,
             len(data),
             must_earn_place=must_earn_place,
-            tally=self._tally,
+            evictions=self._evictions,
         )
         if block is None:
             return False
@@ -175,7 +176,7 @@ class HostMemoryStore(Store):
         except BaseException:
             memory.release(block)
             raise
-        return memory.commit(block, self._tally)
+        return memory.commit(block, self._evictions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class KeptBlock(Protocol):
         ...
 
 
-class _Copy:
+class _KeptCopy:
     """Implements `KeptBlock`: a copy of a payload in a buffer."""
 
     def __init__(self, buffer: Buffer, size_bytes: int, buffers: BufferPool) -> None:
@@ -131,7 +131,7 @@ class CopyQueue:
         if not wanted:
             self.buffers.give(buffer)
             return True
-        self._start(key, _Copy(buffer, data.nbytes, self.buffers))
+        self._start(key, _KeptCopy(buffer, data.nbytes, self.buffers))
         return True
 
     def keep(self, key: BlockKey, block: KeptBlock) -> bool:

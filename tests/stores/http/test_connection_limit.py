@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from polling import until
 
-from sglang_cake.stores.http.connection_limit import Places, State
+from sglang_cake.stores.http.connection_limit import ConnectionState, Places
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.testing.store_contract import FRAME
 
@@ -55,10 +55,10 @@ class PlacesMachine(RuleBasedStateMachine):
             assert self.places.state_of(self.came) is None
             return
         self._forget(victim)
-        assert self.places.state_of(self.came) is State.UNAUTHENTICATED
+        assert self.places.state_of(self.came) is ConnectionState.UNAUTHENTICATED
         self.strangers.append(self.came)
 
-    @rule(data=st.data(), to=st.sampled_from([State.BUSY, State.IDLE, None]))
+    @rule(data=st.data(), to=st.sampled_from([ConnectionState.BUSY, ConnectionState.IDLE, None]))
     def go_on(self, data, to):
         """Any connection that ever was, also one that has left."""
         number = data.draw(st.integers(1, self.came + 1))
@@ -68,7 +68,7 @@ class PlacesMachine(RuleBasedStateMachine):
         else:
             self.places.change(number, to)
         if to is not None and was_there:
-            (self.busy if to is State.BUSY else self.idle).append(number)
+            (self.busy if to is ConnectionState.BUSY else self.idle).append(number)
         assert self.places.state_of(number) is (to if was_there else None)
 
     @invariant()
