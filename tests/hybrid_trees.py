@@ -326,16 +326,16 @@ class HybridTree:
         assert self.load(req, stop, running=front is not None)
         assert req.prefix_len == stop
         assert front is not None or self.admit(req)
-        self.check_books()
+        self.check_slots()
         return req
 
     def finish(self, req: Any) -> None:
         """The rest of a prompt is computed, for which what is before it has to be right, and the
         request ends."""
         assert self.compute(req, len(req.full_untruncated_fill_ids))
-        self.check_books()
+        self.check_slots()
         self.release(req)
-        self.check_books()
+        self.check_slots()
 
     def landed(self, tokens: Sequence[int], span: Span) -> torch.Tensor:
         """Slots with the KV of this span, as blocks bring it."""
@@ -587,13 +587,13 @@ class HybridTree:
                 rows[self.requests.translate_mamba_indices(slots)] = 0x5A
             self.requests.mamba_allocator.free(slots)
 
-    # ---- the books ----
+    # ---- counts of slots ----
 
     def taken(self, allocator: Any) -> int:
         """How many slots it has given out."""
         return int(allocator.size - allocator.available_size())
 
-    def check_books(self) -> None:
+    def check_slots(self) -> None:
         """Each slot of each pool is free, in the tree, or of one live request."""
         tree, page = self.tree, self.allocator.page_size
         tree.sanity_check()
@@ -622,7 +622,7 @@ class HybridTree:
 
 class UnifiedTree(HybridTree):
     """A hybrid whose pools are in one memory, where SGLang moves slots to other rows. It does so
-    whenever the books are checked. The test has `torch.cuda.current_stream` call `wait`."""
+    whenever `check_slots` is called. The test has `torch.cuda.current_stream` call `wait`."""
 
     def __init__(self, cfg: CacheConfig, core: str = "python", **options: Any) -> None:
         super().__init__(cfg, core, **options)
@@ -667,10 +667,10 @@ class UnifiedTree(HybridTree):
     def taken(self, allocator: Any) -> int:
         return int(allocator.allocated_count())
 
-    def check_books(self) -> None:
+    def check_slots(self) -> None:
         self.moves += self.allocator.flush_opportunistic()
         assert not self.allocator.verify_byte_accounting()
-        super().check_books()
+        super().check_slots()
 
 
 def unified_pools(cfg: CacheConfig, states: Any = None) -> Any:

@@ -109,7 +109,7 @@ def no_hybrid_alarm(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "hybrid" in request.fixturenames:
         live = request.getfixturevalue("hybrid").live
-        live.flush()  # waits until nothing runs; then SGLang checks all its books
+        live.flush()  # waits until nothing runs; then SGLang checks all its counts of memory
         live.check_log()
 
 

@@ -215,7 +215,7 @@ def no_alarm_of_speculation(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "speculating" in request.fixturenames:
         live = request.getfixturevalue("speculating").live
-        live.flush()  # waits until nothing runs; then SGLang checks all its books
+        live.flush()  # waits until nothing runs; then SGLang checks all its counts of memory
         live.check_log()
 
 

@@ -99,10 +99,10 @@ class TreeHarness(CoordinatorHarness):
                 self.coordinator.attach_islands(req, tree.attach_waiting, tree)
             finally:
                 tree.unlock(lock)
-            side.check_books()
+            side.check_slots()
         else:
             self.coordinator.attach_islands(req, tree.attach_running, tree)
-            side.check_books()
+            side.check_slots()
         plan = self.coordinator.plan(req, chunk)
         if plan is not None and plan.wait:
             if req in side.waiting:
@@ -128,7 +128,7 @@ class TreeHarness(CoordinatorHarness):
         self.coordinator.claimed(req, stop)
         tree.track_end(req)
         assert side.compute(req, stop)
-        side.check_books()
+        side.check_slots()
         return stop == total
 
     def prefill(self, req: Any, steps: int = 60) -> dict[str, int]:
@@ -150,7 +150,7 @@ class TreeHarness(CoordinatorHarness):
             self.coordinator.release(req.rid)
         else:
             side.release(req, checkpoint=checkpoint)
-        side.check_books()
+        side.check_slots()
 
     def all_back(self) -> None:
         """Every request ends, and all that the coordinator had is back."""
@@ -162,7 +162,7 @@ class TreeHarness(CoordinatorHarness):
         assert self.coordinator.reclaimable_tokens == 0
         assert self.staging.free == self.staging.capacity
         assert self.slow.waiting == []
-        self.side.check_books()
+        self.side.check_slots()
 
 
 def kinds() -> Any:
@@ -295,7 +295,7 @@ def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_r
         with pytest.raises(Fault):
             harness.prefill(req)
         harness.coordinator.release(req.rid)  # as the boundary does: SGLang computes the request
-        harness.side.check_books()
+        harness.side.check_slots()
         assert harness.side.compute(req, len(req.full_untruncated_fill_ids))
 
 
@@ -330,7 +330,7 @@ def test_coordinator_trees_prompt_that_goes_behind_an_attached_end_returns_its_s
             harness.poll(req)
         harness.coordinator.attach_islands(req, side.tree.attach_running, side.tree)
         assert req.prefix_len > front
-        side.check_books()
+        side.check_slots()
         harness.go(req, checkpoint=how != "aborted")
 
 
@@ -352,7 +352,7 @@ def test_coordinator_trees_abort_returns_all_of_a_prompt(
         if landed == "everything":
             harness.open(*harness.keys)
         harness.poll(req)
-        harness.side.check_books()
+        harness.side.check_slots()
         harness.go(req, checkpoint=False)
         harness.open(*harness.keys)
 
@@ -371,7 +371,7 @@ def test_coordinator_trees_slots_that_another_prompt_needs_are_given_up(kind: st
         other = side.start(range(50_000, 50_000 + free), free // block * block)
         assert side.room(block)
         assert harness.coordinator.reclaimable_tokens < placed
-        side.check_books()
+        side.check_slots()
         harness.go(other, checkpoint=False)
         report = harness.prefill(req)
         assert report["loaded_tokens"] < len(harness.document)

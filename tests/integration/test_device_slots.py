@@ -161,7 +161,7 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     assert {s.reason for s in harness.staging.freed if not s.used} == {"ended"}
 
 
-def test_device_slots_error_of_a_copy_is_raised_to_who_waits_and_to_the_next_poll() -> None:
+def test_device_slots_error_of_a_copy_is_raised_to_its_waiter_and_to_the_next_poll() -> None:
     harness = SlotsHarness()
     record = harness.record(2)
     for b in range(2):

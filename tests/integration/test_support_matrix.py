@@ -106,7 +106,7 @@ POOLING = (
 )
 COMPRESSED = "radix/test_radix_compressed.py::test_radix_compressed"
 PLANES = "integration/test_pool_planes.py"
-ENDS = "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_books_right"
+ENDS = "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_slot_counts_right"
 # The tests of the rows of README's tables, by model: a file, and in it a function or a key of a
 # table. A file of `e2e` runs the model in a server.
 PROOFS: dict[str, dict[str, str]] = {

@@ -130,7 +130,7 @@ class MeetMachine(MeetRace):
     # ---- what must hold at every moment ----
 
     @invariant()
-    def books_agree(self) -> None:
+    def states_agree(self) -> None:
         if not hasattr(self, "meet"):
             return
         meet = self.meet

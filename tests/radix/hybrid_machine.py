@@ -1,4 +1,4 @@
-"""Random calls on a tree and its pools: every step reads right KV, and the books balance."""
+"""Random calls on a tree and its pools: every step reads right KV, and each slot has one owner."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -131,13 +131,13 @@ class HybridMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_balance(self) -> None:
         if getattr(self, "side", None):
-            self.side.check_books()
+            self.side.check_slots()
 
     def teardown(self) -> None:
         if getattr(self, "side", None):
             for req in list(self.side.live):
                 self.side.release(req, checkpoint=False)
-            self.side.check_books()
+            self.side.check_slots()
 
 
 def run_machine(make: Callable[[], HybridTree]) -> None:

@@ -35,7 +35,7 @@ def test_radix_bigrams_blocks_of_a_waiting_request_join_whole(tree: HybridTree) 
     tree.tree.attach_waiting(req, tree.landed(TOKENS, Span(0, STOP)), STOP)
     assert req.prefix_len == STOP
     assert tree.admit(req)
-    tree.check_books()
+    tree.check_slots()
     finish(tree, req)
 
 
@@ -43,7 +43,7 @@ def test_radix_bigrams_blocks_of_a_running_request_join_its_row(tree: HybridTree
     req = tree.start(TOKENS, BLOCK)
     tree.tree.attach_running(req, tree.landed(TOKENS, Span(BLOCK, STOP)), STOP)
     assert req.prefix_len == STOP
-    tree.check_books()
+    tree.check_slots()
     finish(tree, req)
 
 

@@ -35,7 +35,7 @@ def test_radix_compressed_end_attached_to_a_request_serves_the_rest(
     req = side.restore(PROMPT, 2 * PAGE, front)
     side.finish(req)  # it reads what was loaded, and finds it right
     side.release(other)
-    side.check_books()
+    side.check_slots()
     assert side.arrive(PROMPT).prefix_len == 2 * PAGE
 
 
@@ -89,5 +89,5 @@ def test_radix_compressed_prompt_computes_the_last_window_of_a_replay() -> None:
 @pytest.mark.parametrize(
     ("core", "kind"), [*((core, "v4") for core in CORES), ("python", "v4.1, replay")]
 )
-def test_radix_compressed_random_calls_keep_kv_and_books_right(core: str, kind: str) -> None:
+def test_radix_compressed_random_calls_keep_kv_and_slot_counts_right(core: str, kind: str) -> None:
     run_machine(lambda: CompressedTree(core, kind=kind))

@@ -89,9 +89,9 @@ def test_radix_drafts_rows_of_a_loaded_prompt_are_those_of_computing(
     req = side.restore(PROMPT, STOP, front)
     assert side.compute(req, len(PROMPT))
     assert all(side.rows_right(req))
-    side.check_books()
+    side.check_slots()
     side.release(req)
-    side.check_books()
+    side.check_slots()
 
 
 def test_radix_drafts_rows_that_are_missing_in_a_block_are_noticed(side: DraftTree) -> None:

@@ -56,7 +56,7 @@ def stored(kind: str, core: str = "python", *ends: int) -> HybridTree:
         assert side.save(req, end)
     assert req.prefix_len == len(PROMPT) or side.compute(req, len(PROMPT))
     side.release(req)
-    side.check_books()
+    side.check_slots()
     side.empty()
     return side
 
@@ -101,7 +101,7 @@ def test_radix_ends_of_replayssm_have_no_later_tokens_in_their_ring(
     assert side.compute(req, len(PROMPT))
     assert int(ring[req.kv.mamba_pool_idx]) == 0
     side.release(req)
-    side.check_books()
+    side.check_slots()
 
 
 @cores()
@@ -116,7 +116,7 @@ def test_radix_ends_skipped_request_forgets_the_state_that_it_matched(kind: str,
     assert req.prefix_len == 48
     assert req.kv.mamba_cow_src_index is not None  # SGLang sets it before it asks for admission
     side.tree.drop_state(req)
-    side.check_books()
+    side.check_slots()
     side.tree.evict_for_alloc(EvictParams(num_tokens=48, mamba_num=side.cfg.mamba_cache_size))
     side.overwrite_free_states()
     req.init_next_round_input(side.tree)
@@ -144,10 +144,10 @@ def test_radix_ends_state_stays_until_the_next_chunk_has_copied_it(
         side.release(other)
         side.tree.evict_for_alloc(EvictParams(mamba_num=side.cfg.mamba_cache_size))
         side.overwrite_free_states()
-        side.check_books()
+        side.check_slots()
         assert side.compute(req, len(PROMPT))
         side.release(req)
-    side.check_books()
+    side.check_slots()
     assert not side.tree.mamba_protected_size()
     assert not side.tree.full_protected_size()
 
@@ -175,7 +175,7 @@ def test_radix_ends_where_the_tree_has_kv_alone_are_attached(kind: str, core: st
 
 
 @kinds()
-def test_radix_ends_without_memory_leave_the_books_balanced(kind: str) -> None:
+def test_radix_ends_allocation_without_memory_leaks_no_slot(kind: str) -> None:
     side = stored(kind)
     req = side.start(PROMPT, 8)
     taken: list[Any] = []
@@ -188,9 +188,9 @@ def test_radix_ends_without_memory_leave_the_books_balanced(kind: str) -> None:
     assert side.tree.allocate_end(req, Span(8, 48)) is None
     for allocator, slots in taken:
         allocator.free(slots)
-    side.check_books()
+    side.check_slots()
     side.release(req)
-    side.check_books()
+    side.check_slots()
 
 
 def test_radix_ends_loaded_state_of_a_running_request_is_in_its_row_in_the_next_step() -> None:
@@ -204,7 +204,7 @@ def test_radix_ends_loaded_state_of_a_running_request_is_in_its_row_in_the_next_
     row = side.requests.get_mamba_indices(torch.tensor([req.kv.req_pool_idx]))
     assert row.tolist() == [int(req.kv.mamba_pool_idx)]
     side.release(req, checkpoint=False)
-    side.check_books()
+    side.check_slots()
 
 
 # ---- save ----
@@ -219,7 +219,7 @@ def test_radix_ends_inside_the_last_chunk_keep_their_window(kind: str, core: str
     assert side.save(req, 48)
     assert not side.save(req, 32)
     side.release(req)
-    side.check_books()
+    side.check_slots()
     side.empty()
     side.finish(side.restore(PROMPT, 48))
 
@@ -257,13 +257,13 @@ def test_radix_ends_last_block_of_an_answer_keeps_its_window(
     side = tree_of(kind, core)
     req = side.start(PROMPT, len(PROMPT))
     side.decode(req, range(200, 200 + answer))
-    side.check_books()
+    side.check_slots()
     computed = len(PROMPT) + answer - 1
     req.prefix_len = computed
     side.tree.checkpoint(req, up_to=computed)
     assert side.save(req, computed // BLOCK * BLOCK)
     side.release(req)
-    side.check_books()
+    side.check_slots()
 
 
 def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
@@ -313,7 +313,7 @@ class LateCopier(Copier):
         ("window", "requeued", [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_radix_ends_stored_blocks_are_right_whoever_gets_the_slots(
+def test_radix_ends_stored_blocks_are_right_after_their_slots_are_reused(
     kind: str, end: str, blocks: list[int]
 ) -> None:
     """The tree takes a request up to where others' windows have gone, or up to its last state. What
@@ -432,7 +432,7 @@ def test_end_states_of_other_forms_have_other_descriptions() -> None:
 
 @cores()
 @kinds()
-def test_radix_ends_random_calls_keep_kv_and_books_right(kind: str, core: str) -> None:
+def test_radix_ends_random_calls_keep_kv_and_slot_counts_right(kind: str, core: str) -> None:
     run_machine(lambda: tree_of(kind, core))
 
 
@@ -446,7 +446,7 @@ def accounting(side: HybridTree) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 @cores()
 @kinds()
-def test_radix_cache_random_requests_leave_the_books_of_sglangs_tree(
+def test_radix_cache_random_requests_leave_the_slot_counts_of_sglangs_tree(
     kind: str, core: str, seed: int
 ) -> None:
     """With windows, cake's tree keeps more of them if it saves ends, so it saves none here."""
@@ -483,7 +483,7 @@ def test_radix_cache_random_requests_leave_the_books_of_sglangs_tree(
             assert evicted[0] == evicted[1]
         assert accounting(sides[0]) == accounting(sides[1])
         for side in sides:
-            side.check_books()
+            side.check_slots()
 
 
 # ---- SGLang's own fuzz ----
@@ -491,7 +491,7 @@ def test_radix_cache_random_requests_leave_the_books_of_sglangs_tree(
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["window", "window-state"])
-def test_radix_cache_with_ends_lock_fuzz_of_sglang_leaves_the_books_of_its_tree(
+def test_radix_cache_with_ends_lock_fuzz_of_sglang_leaves_the_slot_counts_of_its_tree(
     kind: str, seed: int
 ) -> None:
     """Without ends it runs in `test_radix_model.py`."""

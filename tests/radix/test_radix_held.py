@@ -1,4 +1,4 @@
-"""Slots that hold landed blocks: evictable in SGLang's books, given back last, and all of them."""
+"""Slots that hold landed blocks: counted by SGLang as evictable, given back last, and all of them."""
 
 import pytest
 

@@ -84,7 +84,7 @@ class TwoTrees(RuleBasedStateMachine):
             side.allocator.clear()
 
     @invariant()
-    def the_books_agree(self) -> None:
+    def the_states_agree(self) -> None:
         if getattr(self, "sides", None):
             coordinator, model = self.sides
             assert coordinator.accounting() == model.accounting()
@@ -100,7 +100,7 @@ def test_radix_cache_random_calls_answer_as_sglangs_tree(page: int, core: str) -
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_radix_cache_lock_fuzz_of_sglang_leaves_the_books_of_its_tree(seed: int) -> None:
+def test_radix_cache_lock_fuzz_of_sglang_leaves_the_slot_counts_of_its_tree(seed: int) -> None:
     components = (ComponentType.FULL, ComponentType.SWA)
     cfg = CacheConfig(page_size=1, components=components, sliding_window_size=4)
     assert lock_fuzz(CakeRadixCache, cfg, seed) == lock_fuzz(UnifiedRadixCache, cfg, seed)

@@ -29,7 +29,7 @@ def stored(kind: str, core: str = "python") -> SparseTree:
     assert side.compute(req, len(PROMPT))
     assert side.save(req, 3 * BLOCK)
     side.release(req)
-    side.check_books()
+    side.check_slots()
     side.empty()
     side.scramble()
     return side
@@ -48,7 +48,7 @@ def test_radix_sparse_blocks_attached_to_a_request_serve_the_rest(
     req = side.restore(PROMPT, 3 * BLOCK, front)
     side.finish(req)  # it reads what was loaded, and finds it right
     side.release(other)
-    side.check_books()
+    side.check_slots()
     assert side.arrive(PROMPT).prefix_len == 3 * BLOCK + PAGE
 
 
@@ -108,5 +108,5 @@ def test_radix_sparse_row_of_another_token_is_noticed(
 
 @BOTH_CORES
 @KINDS
-def test_radix_sparse_random_calls_keep_kv_and_books_right(kind: str, core: str) -> None:
+def test_radix_sparse_random_calls_keep_kv_and_slot_counts_right(kind: str, core: str) -> None:
     run_machine(lambda: SparseTree(SPARSE[kind], core))

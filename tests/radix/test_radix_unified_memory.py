@@ -46,7 +46,7 @@ def stored(kind: str, core: str = "python") -> UnifiedTree:
         assert side.save(req, end)
     side.release(other, checkpoint=False)
     side.tree.evict(EvictParams(num_tokens=40, swa_num_tokens=40, mamba_num=4))
-    side.check_books()
+    side.check_slots()
     side.finish(req)
     side.empty()
     return side
@@ -63,7 +63,7 @@ def test_radix_unified_memory_loaded_blocks_and_ends_serve_the_rest(
     req = side.restore(PROMPT, 48, front)
     side.release(other, checkpoint=False)
     side.tree.evict(EvictParams(num_tokens=40, swa_num_tokens=40, mamba_num=4))
-    side.check_books()
+    side.check_slots()
     assert side.moves
     side.finish(req)  # it reads what was loaded, and finds it right
 
@@ -116,5 +116,5 @@ def test_radix_unified_memory_state_of_a_slot_that_moved_is_noticed() -> None:
 
 
 @kinds()
-def test_radix_unified_memory_random_calls_keep_kv_and_books_right(kind: str) -> None:
+def test_radix_unified_memory_random_calls_keep_kv_and_slot_counts_right(kind: str) -> None:
     run_machine(lambda: UnifiedTree(KINDS[kind]))

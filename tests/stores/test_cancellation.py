@@ -229,7 +229,7 @@ async def test_run_stoppable_work_that_is_refused_a_thread_never_runs(monkeypatc
     assert ran == []
 
 
-def test_daemon_pool_work_that_a_shutdown_cancels_is_over_for_whoever_waits():
+def test_daemon_pool_shutdown_ends_the_wait_for_cancelled_work():
     started, go = threading.Event(), threading.Event()
     with DaemonPool(1, "test") as pool:
         pool.submit(lambda: started.set() or go.wait(60))

@@ -342,9 +342,8 @@ class DeviceKV:
         """For each plane: the pool's rows, which of them are those of a block's slots, and the rows
         of the block."""
         index: dict[tuple[bool, int], torch.Tensor] = {}
-        planes = zip(
-            *(self.rows, self.layout.planes, self._moving, self._planes_of(block)), strict=True
-        )
+        blocks = self._planes_of(block)
+        planes = zip(self.rows, self.layout.planes, self._moving, blocks, strict=True)
         for rows, plane, moves, words in planes:
             key = moves, (tokens := plane.row_tokens)
             if key not in index:

@@ -189,7 +189,7 @@ def test_is_cached_file_of_which_only_the_ends_are_cached_is_false(fd):
     assert not is_cached(fd, len(DATA))
 
 
-def test_reading_stops_when_told_to(fd):
+def test_read_into_cache_with_stop_set_raises_stopped(fd):
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped):
