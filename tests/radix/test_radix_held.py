@@ -1,4 +1,4 @@
-"""Slots that hold landed blocks: counted by SGLang as evictable, given back last, and all of them."""
+"""Slots that hold landed blocks: SGLang counts them as evictable, they are given back last, and all are."""
 
 import pytest
 
