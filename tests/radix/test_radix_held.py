@@ -1,4 +1,4 @@
-"""Slots that hold landed blocks: SGLang counts them as evictable, they are given back last, and all are."""
+"""Slots that hold landed blocks count as evictable, and all of them are given back, last of all."""
 
 import pytest
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang_cake.integration.identity.identity import Identity
     from sglang_cake.integration.memory.block_saving import BlockSaving
     from sglang_cake.integration.memory.copier import Copier
+    from sglang_cake.integration.memory.kv_pool import DeviceKV
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
     from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
@@ -45,6 +46,7 @@ class Service(Protocol):
 
     identity: "Identity"
     waker: "Waker"
+    kv: "DeviceKV"
 
     def attach_store(self, setting: str) -> None: ...
     def detach_store(self) -> None: ...
