@@ -5,7 +5,6 @@ import atexit
 import contextlib
 import logging
 import platform
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -272,7 +271,7 @@ class CakeService:
         )
         reducer = None if alone else partial(reduce_min, tree)
         self._consensus = RankConsensus(reducer)
-        self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
+        self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self.on_known)
         self.coordinator = Coordinator(
             self.loader,
             self.device_slots,
@@ -301,8 +300,10 @@ class CakeService:
             lossy=lossy,
             priority_sign=_priority_sign(ctx),
         )
-        store_metrics = None if labels is None else StoreMetrics(labels, len(self._sources))
-        self._io.post(self._start, self._watch, store_metrics)
+        if labels is not None:
+            store_metrics = StoreMetrics(labels, len(self._sources))
+            self._io.post(self._start, publish_stats, store_metrics, self._in_use)
+        self._io.post(self._start, self._keep_costs)
         atexit.register(self.close)
         logger.info("cake is on: %s", redacted(str(config)))
         self.identity.start()
@@ -373,7 +374,7 @@ class CakeService:
         failure: Exception | None = None
         try:
             sources = self._parsed(setting)
-            if self._namespace is not None:  # otherwise `_known` opens it
+            if self._namespace is not None:  # otherwise `on_known` opens it
                 store = self._open(sources, self._namespace)
         except Exception as error:  # whatever fails, this rank takes part in the reduction
             failure = error
@@ -400,7 +401,7 @@ class CakeService:
         self._use(None)
         logger.info("cake: store detached")
 
-    def _known(self, namespace: Namespace) -> None:
+    def on_known(self, namespace: Namespace) -> None:
         """The namespace of this process is known now."""
         store: Store | None = None
         if not self.coordinator.store_detached:
@@ -412,15 +413,7 @@ class CakeService:
         if store is not None:
             self._use(store)
             if not self.identity.is_private:  # a private namespace may never need its store
-                self._io.post(self._start, self._open_now)
-
-    async def _open_now(self) -> None:
-        """Have the store opened before the first request needs it."""
-        try:
-            if (store := self._store) is not None:
-                await store.contains([])
-        except StoreError as error:
-            logger.warning("cake computes all, and tries the store again: %s", error)
+                self._io.post(self._start, open_now, self._in_use)
 
     def _start(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Run `work(*args)` in the background. I/O thread."""
@@ -428,12 +421,15 @@ class CakeService:
         self._tasks.add(task)  # asyncio keeps no reference to a task
         task.add_done_callback(self._tasks.discard)
 
+    def _in_use(self) -> Store | None:
+        return self._store
+
     def _use(self, store: Store | None) -> None:
         old = self._store
         self._store = store
         self._serve(store)
         if old is not None:
-            self._io.post(self._start, self._close_later, old)
+            self._io.post(self._start, close_later, old, self.writer, self._in_use)
 
     def _serve(self, store: Store | None) -> None:
         """Prompts that begin from now on, and blocks that are saved, use `store`."""
@@ -493,30 +489,6 @@ class CakeService:
         with self.kv.here():  # a thread that opens a store has no device of its own
             return pin(arena, self.kv.device)
 
-    async def _watch(self, metrics: StoreMetrics | None) -> None:
-        """Publish the store's statistics, and write costs, at intervals."""
-        costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
-        broken: Store | None = None
-        asked: Store | None = None
-        stats: asyncio.Future[StoreStats | None] | None = None
-        while True:
-            store = self._store
-            if store is not None and metrics is not None:
-                if stats is None or stats.done() or store is not asked:  # a disk may hang
-                    asked = store
-                    stats = asyncio.ensure_future(_stats(store))
-                await asyncio.wait([stats], timeout=STATS_EVERY_S)
-                try:
-                    metrics.publish(store, stats.result() if stats.done() else None)
-                except Exception:
-                    if store is not broken:  # one line for each store
-                        logger.exception("a store broke its contract; its metrics are incomplete")
-                    broken = store
-            if time.monotonic() >= costs_due_s:
-                costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
-                await asyncio.to_thread(self._write_costs)
-            await asyncio.sleep(STATS_EVERY_S)
-
     def _recall_costs(self) -> None:
         """Start from the costs that an earlier process measured with this model and store."""
         with contextlib.suppress(RuntimeError):  # no home folder: costs are not remembered
@@ -534,12 +506,48 @@ class CakeService:
         if self._cost_file is not None and self.step_costs.measured:
             self._cost_file.write(*self.step_costs.learned)
 
-    async def _close_later(self, store: Store) -> None:
-        """Close a store that is no longer used, after the writes to it, and once the next one has
-        been opened: a tier in memory that both have stays. The next one may hang, or have a bug."""
-        await self.writer.drained(DRAIN_S)
-        await asyncio.wait([asyncio.ensure_future(self._open_now())], timeout=DRAIN_S)
-        await store.close()
+    async def _keep_costs(self) -> None:
+        """Write costs at intervals."""
+        while True:
+            await asyncio.sleep(WRITE_COSTS_EVERY_S)
+            await asyncio.to_thread(self._write_costs)
+
+
+async def open_now(in_use: Callable[[], Store | None]) -> None:
+    """Have the store opened before the first request needs it."""
+    try:
+        if (store := in_use()) is not None:
+            await store.contains([])
+    except StoreError as error:
+        logger.warning("cake computes all, and tries the store again: %s", error)
+
+
+async def close_later(old: Store, writer: Writer, in_use: Callable[[], Store | None]) -> None:
+    """Close a store that is no longer used, after the writes to it, and once the next one has
+    been opened: a tier in memory that both have stays. The next one may hang, or have a bug."""
+    await writer.drained(DRAIN_S)
+    await asyncio.wait([asyncio.ensure_future(open_now(in_use))], timeout=DRAIN_S)
+    await old.close()
+
+
+async def publish_stats(metrics: StoreMetrics, in_use: Callable[[], Store | None]) -> None:
+    """Publish the statistics of the store in use, at intervals."""
+    broken: Store | None = None
+    asked: Store | None = None
+    stats: asyncio.Future[StoreStats | None] | None = None
+    while True:
+        if (store := in_use()) is not None:
+            if stats is None or stats.done() or store is not asked:  # a disk may hang
+                asked = store
+                stats = asyncio.ensure_future(_stats(store))
+            await asyncio.wait([stats], timeout=STATS_EVERY_S)
+            try:
+                metrics.publish(store, stats.result() if stats.done() else None)
+            except Exception:
+                if store is not broken:  # one line for each store
+                    logger.exception("a store broke its contract; its metrics are incomplete")
+                broken = store
+        await asyncio.sleep(STATS_EVERY_S)
 
 
 async def _stats(store: Store) -> StoreStats | None:

@@ -126,10 +126,13 @@ class LazyStore(_PassingStore):
         opened: the store, if it is open.
     """
 
-    def __init__(self, source: StoreSource, frame: BlockFrame, *, depth: int) -> None:
+    def __init__(
+        self, source: StoreSource, frame: BlockFrame, *, depth: int, close_s: float = CLOSE_S
+    ) -> None:
         self._source = source
         self._frame = frame
         self._depth = depth
+        self._close_s = close_s
         self._attempt: asyncio.Future[Store] | None = None  # the last one to open it
         self._given_up: asyncio.Future[Any] | None = None  # done when no call waits for that
         self.opened: Store | None = None
@@ -145,11 +148,11 @@ class LazyStore(_PassingStore):
         return {} if self.opened is None else self.opened.events()
 
     async def close(self) -> None:
-        """Waits for an opening in progress, CLOSE_S at most. Calls that wait for it fail then. A
+        """Waits for an opening in progress, `close_s` at most. Calls that wait for it fail then. A
         store that opens later is closed."""
         self._closed = True
         if self._attempt is not None and not self._attempt.done():
-            await asyncio.wait([self._attempt], timeout=CLOSE_S)
+            await asyncio.wait([self._attempt], timeout=self._close_s)
         if self._given_up is not None and not self._given_up.done():
             self._given_up.set_result(None)
         store = self.opened

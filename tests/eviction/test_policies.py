@@ -229,23 +229,21 @@ def test_eviction_policy_repeated_adds_keep_its_memory_bounded(name):
 
 @given(steps=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([-1, 0, 1, 2])), max_size=400))
 def test_block_queue_random_steps_match_a_sorted_list(steps):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queues, "MAX_PART_ENTRIES", 3)
-        queue, plain = queues.BlockQueue(), []
-        for tick, (block, rank) in enumerate(steps):
-            plain = [entry for entry in plain if entry[2] != block]
-            if rank < 0:
-                queue.remove(block)
-            else:
-                queue.put(block, (rank,))
-                plain.append((rank, tick, block))
-            plain.sort()
-            assert len(queue) == len(plain)
-            assert (block in queue) == (rank >= 0)
-            first = queue.first()
-            assert first is None if not plain else first.block == plain[0][2]
-        assert [queue.pop().block for _ in plain] == [entry[2] for entry in plain]
-        assert queue.pop() is None
+    queue, plain = queues.BlockQueue(most_in_part=3), []
+    for tick, (block, rank) in enumerate(steps):
+        plain = [entry for entry in plain if entry[2] != block]
+        if rank < 0:
+            queue.remove(block)
+        else:
+            queue.put(block, (rank,))
+            plain.append((rank, tick, block))
+        plain.sort()
+        assert len(queue) == len(plain)
+        assert (block in queue) == (rank >= 0)
+        first = queue.first()
+        assert first is None if not plain else first.block == plain[0][2]
+    assert [queue.pop().block for _ in plain] == [entry[2] for entry in plain]
+    assert queue.pop() is None
 
 
 def cached_hits(policy, idents, size):

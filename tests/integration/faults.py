@@ -28,7 +28,8 @@ class FaultyCopier(Copier):
     """Copies of chosen blocks, and of end blocks, go wrong.
 
     Attributes:
-        errors: contents of a block -> what its next copy raises.
+        errors: contents of a block -> what the launch of its next copy raises.
+        error_under_way: what a copy that was launched raises.
         held: contents of the blocks that the copier gets to when nobody waits for them any more.
         launched: contents of the blocks that were copied.
     """
@@ -36,6 +37,7 @@ class FaultyCopier(Copier):
     def __init__(self, kv: DeviceKV) -> None:
         super().__init__(kv, patience_s=0.0)
         self.errors: dict[bytes, Exception] = {}
+        self.error_under_way: Exception | None = None
         self.held: set[bytes] = set()
         self.launched: list[bytes] = []
         self._late: list[Callable[[], None]] = []
@@ -55,6 +57,13 @@ class FaultyCopier(Copier):
             self._late.append(lambda: later(copy, staged))
         else:
             later(copy, staged)
+
+    def check(self) -> None:
+        error = self.error_under_way
+        self.error_under_way = None
+        if error is not None:
+            raise error
+        super().check()
 
     def wait_launched(self, launches: "Sequence[Future[Copy]]") -> list[Copy | None]:
         copies = super().wait_launched(launches)

@@ -7,11 +7,13 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from registered_hooks import hooks_of
 from sglang.srt import runtime_context
 from sglang.srt.entrypoints import http_server
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.integration import admin_api
 
 
@@ -54,7 +56,8 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> Schedulers:
 def client(monkeypatch: pytest.MonkeyPatch, schedulers: Schedulers) -> TestClient:
     app = Starlette()
     monkeypatch.setattr(http_server, "app", app)
-    admin_api._add_route()
+    hooks = hooks_of(lambda: admin_api.install(CakeConfig()))
+    hooks["_setup_and_run_http_server"]()
     return TestClient(app)
 
 

@@ -5,6 +5,7 @@ import logging
 import mmap
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -146,24 +147,28 @@ COARSE_CLOCK = 5  # CLOCK_REALTIME_COARSE, from which file systems take times
     ],
 )
 def test_content_digest_files_of_two_images_with_equal_times_are_both_hashed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: int,
-    ctime_ns: int,
-    recorded: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, ctime_ns: int, recorded: bool
 ) -> None:
-    """One is mounted after the other. The log says once that nothing is recorded."""
-    content._log_unclocked.cache_clear()
+    """One is mounted after the other."""
     monkeypatch.setattr(content, "file_system_type", lambda path: kind)
     state = FileState(1, 2, 1, 3, ctime_ns)
     monkeypatch.setattr(FileState, "of", lambda status: state)
     one, other = _write(tmp_path / "1", a=b"1"), _write(tmp_path / "2", a=b"2")
+    first = _digest(one)
+    assert unhashed_bytes(_states(other)) == (0 if recorded else 1)
+    assert (_digest(other) == first) == recorded
+
+
+def test_content_digest_each_file_system_whose_files_have_no_record_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = [secrets.randbits(31) for _ in range(2)]  # the log of this process has none of them
     with caplog.at_level(logging.INFO, "sglang_cake"):
-        first = _digest(one)
-        assert unhashed_bytes(_states(other)) == (0 if recorded else 1)
-        assert (_digest(other) == first) == recorded
-    assert caplog.text.count("hashed at each start") == (not recorded)
+        for kind in kinds:
+            monkeypatch.setattr(content, "file_system_type", lambda path, kind=kind: kind)
+            _digest(_write(tmp_path / str(kind), a=b"1", b=b"2"))
+    logged = [line for line in caplog.messages if "hashed at each start" in line]
+    assert [f"0x{kind:x}" in line for kind, line in zip(kinds, logged, strict=True)] == [True] * 2
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])

@@ -1,5 +1,6 @@
 """A setting changes the namespace exactly if it changes the meaning of KV."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from sglang_cake.integration.identity import content, identity, weight_hooks
 from sglang_cake.integration.identity.content import MAX_CODE_FILES, Files, file_states
 from sglang_cake.integration.identity.identity import (
     LOADED,
+    SHORT_BYTES,
     Identity,
     LoadedDraft,
     LoadedFiles,
@@ -602,6 +604,7 @@ def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_file
 ) -> None:
     """Large weights are hashed in the background. The update cancels that, and nothing else."""
     first = _checkpoint(tmp_path / "a", 1.0)
+    os.truncate(first / "model.safetensors", SHORT_BYTES + 1)
     one = Named(first, reduce_min=lambda tensor: None)
     files = file_states(_checkpoint(tmp_path / "new", 2.0).glob("*.safetensors"))
     hashing = threading.Event()
@@ -612,7 +615,6 @@ def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_file
             assert cancelled.wait(60)
         return content.content_digest(files, cancelled)
 
-    monkeypatch.setattr(identity, "SHORT_BYTES", 10)  # more than the configuration has
     monkeypatch.setattr(identity, "content_digest", digest)
     one.identity.start()
     assert hashing.wait(60)

@@ -331,7 +331,7 @@ def test_ranks_ask_their_trees_for_the_same_matches_when_one_fails(
     if where == "loader.drain":
         fail_in_next_poll(ranks, "r")
     elif where == "a copy":
-        first.device_slots._copier._failure = Fault("a copy")
+        first.copier.error_under_way = Fault("a copy")
         assert isinstance(ranks.poll("r")[0], Fault)
     elif where == "a hook":
         first.coordinator.release("r")

@@ -754,6 +754,9 @@ def test_requests_that_wait_and_do_not_fit_together_leave_memory_for_the_first_o
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If each was refused for the other one, neither would keep its memory in the next step."""
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", lambda *args: AddReqResult.NO_TOKEN)
     admission = admissions(mode="auto")
     one, two = admission.req("one", stored=True), admission.req("two", stored=True)
     for record in admission.coordinator.live.values():
@@ -761,10 +764,14 @@ def test_requests_that_wait_and_do_not_fit_together_leave_memory_for_the_first_o
         record.queue.prefill_due = True
     admission.queue[:] = [one, two]
     slots = queue_order.most_slots(one) + 50
-    tree = BareTree(admission.coordinator)
+    tree: Any = BareTree(admission.coordinator)
+    tree.attach_waiting = admission.base.attach
     adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
-    assert adder._has_memory_for(one)
-    assert not adder._has_memory_for(two)
+    for req in (one, two):
+        req.last_node = None
+        adder.add_one_req(req, False, None)
+    live = admission.coordinator.live
+    assert [live[rid].queue.has_memory for rid in ("one", "two")] == [True, False]
 
 
 @pytest.mark.parametrize("chunked", ["before", "in the step", "none"])

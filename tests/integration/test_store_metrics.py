@@ -12,7 +12,7 @@ from sglang_cake.core.codec_names import CODECS, REFUSALS
 from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.integration.build import STATS_EVERY_S, CakeService
+from sglang_cake.integration.build import STATS_EVERY_S, close_later, publish_stats
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats
@@ -216,20 +216,19 @@ class Careless(MemoryStore):
 
 
 def test_metrics_go_on_after_a_store_with_a_bug(caplog):
-    published = []
+    published, in_use = [], [Careless()]
     metrics = SimpleNamespace(publish=lambda store, stats: published.append(store))
-    service = SimpleNamespace(_store=Careless())
 
     async def watched():
-        watching = asyncio.ensure_future(CakeService._watch(service, metrics))
+        watching = asyncio.ensure_future(publish_stats(metrics, lambda: in_use[-1]))
         await asyncio.sleep(3 * STATS_EVERY_S)
-        service._store = MemoryStore()
+        in_use.append(MemoryStore())
         await asyncio.sleep(3 * STATS_EVERY_S)
         watching.cancel()
 
     in_virtual_time(watched())
     assert published
-    assert {*published} == {service._store}
+    assert {*published} == {in_use[-1]}
     assert caplog.text.count("broke its contract") == 1
 
 
@@ -243,15 +242,15 @@ def test_metrics_of_the_next_store_do_not_wait_for_one_that_hangs():
 
     metrics = SimpleNamespace(publish=lambda *each: published.append(each))
     hung, other = Hung(), MemoryStore()
-    service = SimpleNamespace(_store=hung)
+    in_use = [hung]
 
     async def watched():
-        watching = asyncio.ensure_future(CakeService._watch(service, metrics))
+        watching = asyncio.ensure_future(publish_stats(metrics, lambda: in_use[-1]))
         await asyncio.sleep(5 * STATS_EVERY_S)
         assert len(published) > 1, "its events, which need no answer"
         assert set(published) == {(hung, None)}
         assert calls == [hung]
-        service._store = other
+        in_use.append(other)
         await asyncio.sleep(3 * STATS_EVERY_S)
         watching.cancel()
 
@@ -271,8 +270,6 @@ def test_swapped_store_is_closed_if_the_next_one_hangs_or_has_a_bug(following):
     async def drained(patience_s):
         pass
 
-    old = Careless()
-    service = SimpleNamespace(_store=following(), writer=SimpleNamespace(drained=drained))
-    service._open_now = lambda: CakeService._open_now(service)
-    in_virtual_time(CakeService._close_later(service, old))
+    old, new = Careless(), following()
+    in_virtual_time(close_later(old, SimpleNamespace(drained=drained), lambda: new))
     assert old.closed

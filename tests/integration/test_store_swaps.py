@@ -119,6 +119,7 @@ class Alone(CakeService):
         self._namespace = namespace
         self._config: Any = SimpleNamespace(eviction_policy="lru", queue_depth=None)
         self._consensus = RankConsensus(None)
+        self._tree: Any = SimpleNamespace(total_size=lambda: (0,))
         self._store = None
         self.setting: str | None = "file:///before"
         self._sources = self._parsed(self.setting)
@@ -173,7 +174,7 @@ def test_namespace_that_becomes_known_is_logged_with_whose_it_is(
     )
     known: Any = SimpleNamespace(digest=lambda: bytes(32))
     with caplog.at_level(logging.INFO, "sglang_cake"):
-        service._known(known)
+        service.on_known(known)
     (line,) = caplog.messages
     assert ("of this server alone" in line) == is_private
 
@@ -183,7 +184,7 @@ def test_default_store_whose_disk_hangs_is_not_waited_for_by_the_scheduler(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = Alone()
-    before = service._sources
+    before = open_store.parse_sources(service.setting)
 
     def hangs(policy: str) -> Any:
         raise AssertionError("a disk that hangs is asked how large it is")
@@ -194,14 +195,13 @@ def test_default_store_whose_disk_hangs_is_not_waited_for_by_the_scheduler(
     service.identity = SimpleNamespace(
         is_private=True,
         weights_changing=lambda: None,
-        weights_changed=lambda *args: service._known(known),
+        weights_changed=lambda *args: service.on_known(known),
     )
     service.coordinator = SimpleNamespace(
         keys=SimpleNamespace(suspended=False),
         store_detached=False,
         rebase=lambda *args, **kwargs: None,
     )
-    service._tree = SimpleNamespace(total_size=lambda: (0,))
     if change == "detached":
         service.detach_store()
     elif change == "weights changing":

@@ -1,6 +1,7 @@
 """Time limits of calls to a remote store that never answers, on a clock of its own."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,8 @@ from sglang_cake.stores.circuit_breaker import (
 )
 from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
-from sglang_cake.stores.s3.bucket import S3Bucket, S3Place
+from sglang_cake.stores.s3 import bucket
+from sglang_cake.stores.s3.bucket import S3Place
 from sglang_cake.stores.s3.s3_store import S3Store
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of
 from sglang_cake.testing.virtual_time import in_virtual_time
@@ -179,11 +181,15 @@ def s3_reads(monkeypatch, clock, waited):
         def close(self):
             pass
 
-    async def get_object(bucket, operation, **_):
-        await waited()
-        return {"Body": Body(), "ContentLength": len(framed)}
+    class Client:
+        meta = SimpleNamespace(events=SimpleNamespace(register=lambda *_: None))
 
-    monkeypatch.setattr(S3Bucket, "_call", get_object)
+        async def get_object(self, **_):
+            await waited()
+            return {"Body": Body(), "ContentLength": len(framed)}
+
+    session = SimpleNamespace(create_client=lambda *_, **__: contextlib.nullcontext(Client()))
+    monkeypatch.setattr(bucket, "get_session", lambda: session)  # of aiobotocore
     place = S3Place("bucket", endpoint="http://127.0.0.1:1", region="us-east-1")
     store = S3Store(place, FRAME, depth=DEPTH, limits=TimeoutLimits(), clock=clock)
     return lambda: store.get_into(key, memoryview(bytearray(FRAME.payload_bytes)))
@@ -191,7 +197,7 @@ def s3_reads(monkeypatch, clock, waited):
 
 def http_reads(monkeypatch, clock, waited):
     store = HttpStore(lambda: Endpoint("http://127.0.0.1:1"), FRAME, depth=DEPTH, clock=clock)
-    transport = store._transport
+    transport = store.transport
     return lambda: transport.call(transport.reads, FRAME.framed_bytes, waited)
 
 

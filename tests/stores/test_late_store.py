@@ -7,7 +7,6 @@ import pytest
 from polling import PATIENCE_S, async_until
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores import wrapper_store
 from sglang_cake.stores.wrapper_store import LazyStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
@@ -104,11 +103,10 @@ class ClosableStore(MemoryStore):
         self.is_closed = True
 
 
-async def test_lazy_store_close_ends_calls_that_wait_for_an_opening_that_hangs(monkeypatch):
-    monkeypatch.setattr(wrapper_store, "CLOSE_S", 0.001)
+async def test_lazy_store_close_ends_calls_that_wait_for_an_opening_that_hangs():
     source = Source(kind=ClosableStore)
     source.gate.clear()
-    store = LazyStore(source, FRAME, depth=1)
+    store = LazyStore(source, FRAME, depth=1, close_s=0.001)
     call = asyncio.create_task(store.contains([]))
     await async_until(lambda: source.asked)
     await store.close()

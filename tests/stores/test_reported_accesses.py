@@ -5,6 +5,7 @@ import contextlib
 import json
 import sqlite3
 import stat
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -206,10 +207,25 @@ def test_reported_accesses_of_a_growing_request_count_all_blocks_for_the_next_tu
 
 
 def test_reported_accesses_is_announced_during_a_report_answers_at_once():
+    class SlowKeys(list):
+        def __len__(self):  # the report asks for it
+            asked.set()
+            assert go.wait(60)
+            return super().__len__()
+
+    asked, go = threading.Event(), threading.Event()
     reported = ReportedAccesses()
     reported.report(DIGEST, keys(0), FACTS, 5.0)
-    with ThreadPoolExecutor(1) as pool, reported._lock:
-        assert pool.submit(reported.is_announced, DIGEST, key_of(0), 5.0).result(60)
+    with ThreadPoolExecutor(2) as pool:
+        report = pool.submit(
+            reported.report, DIGEST, SlowKeys(keys(1)), RequestFacts("r2", 10), 6.0
+        )
+        assert asked.wait(60)
+        try:
+            assert pool.submit(reported.is_announced, DIGEST, key_of(0), 5.0).result(60)
+            assert not report.done()
+        finally:
+            go.set()
 
 
 async def test_file_store_report_does_not_hold_the_event_loop(tmp_path, monkeypatch):

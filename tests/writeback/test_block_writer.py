@@ -16,7 +16,6 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
-from sglang_cake.stores import wrapper_store
 from sglang_cake.stores.base import Store, StoredNamespace
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.wrapper_store import LazyStore, WrapperStore
@@ -338,11 +337,10 @@ class HungSource:
 
 
 def test_block_writer_closed_store_whose_opening_hangs_keeps_no_buffer(
-    harness: BlockWriterHarness, monkeypatch: pytest.MonkeyPatch
+    harness: BlockWriterHarness,
 ) -> None:
-    monkeypatch.setattr(wrapper_store, "CLOSE_S", 0.001)
     source = HungSource()
-    hung = LazyStore(source, FRAME, depth=4)
+    hung = LazyStore(source, FRAME, depth=4, close_s=0.001)
     harness.writer.use(hung)
     harness.offer(TOKENS, (0, 1, 2), facts=RequestFacts("r1", len(TOKENS)))
     harness.offer(TOKENS, (3, 4, 0))

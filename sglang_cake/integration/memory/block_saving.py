@@ -73,7 +73,7 @@ class BlockSaving:
         alone: bool = True,
     ) -> None:
         self._alone = alone
-        self._kv = kv
+        self.kv = kv
         self._shard = shard
         self._ends = ends
         self._left_to_ends = 0 if alone or ends is None else ends.count  # buffers
@@ -202,7 +202,7 @@ class BlockSaving:
         self._saves = [each for each in self._saves if not each[1].ended.done()]
         due = [save.launched for of, save in self._saves if of is None or not is_live(of)]
         copies = self._copier.wait_launched(due)
-        self._kv.order_writes_after([copy for copy in copies if copy is not None])
+        self.kv.order_writes_after([copy for copy in copies if copy is not None])
 
     def wait_launched(self) -> None:
         """Wait until the copies of all saves are launched; a save that is late is given up."""
@@ -236,7 +236,7 @@ class BlockSaving:
                 self._writer.put_back(buffers)
                 return
             prepared = self._ends.prepare(slots)
-            launch = partial(self._ends.save, prepared, buffers, self._kv.fence())
+            launch = partial(self._ends.save, prepared, buffers, self.kv.fence())
             save = self._copier.save(launch)
         tokens = max(unsaved.tokens, record.tokens, key=len)  # a key may cover the next ones
         self._saves.append((None, save))
@@ -276,7 +276,7 @@ class BlockSaving:
         assert row is not None
         with self._put_back_after_error(buffers):
             slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
-            save = self._copier.save(partial(self._kv.save, slots, buffers, self._kv.fence()))
+            save = self._copier.save(partial(self.kv.save, slots, buffers, self.kv.fence()))
         del unsaved.blocks[: len(blocks)]
         self._saves = [each for each in self._saves if not each[1].ended.done()]
         self._saves.append((record, save))

@@ -29,10 +29,14 @@ class BlockQueue:
     time to time, and that takes seconds in which no other thread runs.
     """
 
-    def __init__(self, ticks: Iterator[int] | None = None) -> None:
+    def __init__(
+        self, ticks: Iterator[int] | None = None, *, most_in_part: int = MAX_PART_ENTRIES
+    ) -> None:
         """Args:
         ticks: numbers the entries; queues whose entries are compared share it.
+        most_in_part: a longer part of the sorted entries is divided.
         """
+        self._most_in_part = most_in_part
         # Blocks that were put in order, as most are by the time of their last access.
         self._in_order: OrderedDict[int, Entry] = OrderedDict()
         self._others: dict[int, Entry] = {}
@@ -64,7 +68,7 @@ class BlockQueue:
         part = self._parts[at]
         insort(part, entry)
         self._lasts[at] = part[-1]
-        if len(part) > MAX_PART_ENTRIES:
+        if len(part) > self._most_in_part:
             half = len(part) // 2
             self._parts[at : at + 1] = part[:half], part[half:]
             self._lasts.insert(at, part[half - 1])

@@ -81,6 +81,10 @@ class HttpStore(Store):
     The answer to `contains` shows whether the server is a plain one. After an outage `contains` is
     asked again, because another server may have taken the address. A plain server is asked again
     after pauses.
+
+    Attributes:
+        transport: sends its requests.
+        counters: of the requests.
     """
 
     def __init__(
@@ -92,21 +96,24 @@ class HttpStore(Store):
         limits: TimeoutLimits | None = None,
         hedging: Hedging | None = None,
         clock: Callable[[], float] = time.monotonic,
+        max_list_bytes: int = MAX_LIST_BYTES,
     ) -> None:
         """Args:
         locate, hedging: as in `HttpTransport`.
         depth: largest number of reads in flight, and of writes.
         limits: bounds of the time limits; the defaults if None.
         clock: as in `Circuits`.
+        max_list_bytes: a longer list is an error.
 
         Raises: ConfigError, from `locate`.
         """
         self._frame = frame
+        self._max_list_bytes = max_list_bytes
         self._limits = limits or TimeoutLimits()
-        self._transport = HttpTransport(
+        self.transport = HttpTransport(
             locate, self._limits, hedging, self._forget_server, clock, depth=depth
         )
-        self.counters = self._transport.counters
+        self.counters = self.transport.counters
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
@@ -177,7 +184,7 @@ class HttpStore(Store):
             self._ask_again.start(self._clock())
         if is_plain is not self._was_plain:
             self._was_plain = is_plain
-            base = self._transport.base
+            base = self.transport.base
             if is_plain:
                 logger.warning("%s: no `sglang-cake store serve`, taken for a plain server", base)
             else:
@@ -185,13 +192,13 @@ class HttpStore(Store):
 
     async def _has(self, key: BlockKey) -> bool:
         async with self._asking:
-            return await self._transport.call(
-                self._transport.lookups, protocol.KEY_BYTES, lambda: self._head(key)
+            return await self.transport.call(
+                self.transport.lookups, protocol.KEY_BYTES, lambda: self._head(key)
             )
 
     async def _head(self, key: BlockKey) -> bool:
         path = protocol.block_path(self._frame.digest, key)
-        async with self._transport.request("HEAD", path, (200, *MISSING)) as response:
+        async with self.transport.request("HEAD", path, (200, *MISSING)) as response:
             # A truncated block counts as absent, so that the next write replaces it.
             return response.status == 200 and self._may_be(response.content_length)
 
@@ -204,8 +211,8 @@ class HttpStore(Store):
         """As in `Store`. Nothing writes `out` after this returns, raises or is cancelled."""
         with self._reports.reading(key):
             async with self._reading:
-                return await self._transport.call(
-                    self._transport.reads,
+                return await self.transport.call(
+                    self.transport.reads,
                     self._frame.framed_bytes,
                     lambda: self._get(key, out, progress),
                 )
@@ -219,12 +226,12 @@ class HttpStore(Store):
             return
         path = protocol.block_path(self._frame.digest, key)
         with contextlib.suppress(aiohttp.ClientError, OSError):
-            async with self._transport.request("POST", path, None):
+            async with self.transport.request("POST", path, None):
                 pass  # the answer does not matter: the block is computed
 
     async def _get(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
         path = protocol.block_path(self._frame.digest, key)
-        async with self._transport.request("GET", path, (200, *MISSING), hedged=True) as response:
+        async with self.transport.request("GET", path, (200, *MISSING), hedged=True) as response:
             if response.status != 200:
                 raise BlockMissing(key.hex())
             length = response.content_length
@@ -247,8 +254,8 @@ class HttpStore(Store):
             for _ in range(2):
                 if not self._is_claimed:
                     await self._write_description()
-                fresh = await self._transport.call(
-                    self._transport.writes,
+                fresh = await self.transport.call(
+                    self.transport.writes,
                     len(header) + len(body),
                     lambda: self._put(key, header, body),
                 )
@@ -266,7 +273,7 @@ class HttpStore(Store):
                 # A copy, because the transport may still buffer it after a cancellation.
                 yield bytes(body[start : start + SEND_BYTES])
 
-        async with self._transport.request(
+        async with self.transport.request(
             "PUT",
             protocol.block_path(self._frame.digest, key),
             WRITTEN if self._is_plain else (*WRITTEN, 409),
@@ -290,7 +297,7 @@ class HttpStore(Store):
         found = await self._small("GET", path, (200, 404), lambda body: read_fields(body) or {})
         if found is None:
             body = (json.dumps(self._frame.namespace.describe(), indent=2) + "\n").encode()
-            circuit = self._transport.descriptions
+            circuit = self.transport.descriptions
             await self._small("PUT", path, WRITTEN, data=body, circuit=circuit)
         elif digest_of(found) != self._frame.digest:
             raise StoreUnavailable(f"{path} on the server describes another namespace")
@@ -298,12 +305,12 @@ class HttpStore(Store):
 
     async def delete(self, key: BlockKey) -> None:
         path = protocol.block_path(self._frame.digest, key)
-        await self._small("DELETE", path, DELETED, circuit=self._transport.writes)
+        await self._small("DELETE", path, DELETED, circuit=self.transport.writes)
 
     async def remove_description(self) -> None:
         """As in `Store`. A plain server does not check whether blocks are left."""
         path = protocol.description_path(self._frame.digest)
-        circuit = self._transport.descriptions
+        circuit = self.transport.descriptions
         await self._small("DELETE", path, (*DELETED, 405), circuit=circuit)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
@@ -315,15 +322,15 @@ class HttpStore(Store):
         """
 
         async def attempt() -> aiohttp.ClientResponse:
-            response = await self._transport.send("GET", path)
+            response = await self.transport.send("GET", path)
             if response.content_type != protocol.LIST_TYPE:
                 await refuse(response, "this server cannot list blocks")
             return response
 
         path = protocol.list_path(self._frame.digest)
         async with self._asking:
-            lookups = self._transport.lookups
-            response = await self._transport.call(lookups, protocol.KEY_BYTES, attempt)
+            lookups = self.transport.lookups
+            response = await self.transport.call(lookups, protocol.KEY_BYTES, attempt)
         with tempfile.SpooledTemporaryFile(LIST_MEMORY_BYTES) as kept:
             failure = await self._keep(response, kept)
             kept.seek(0)
@@ -346,8 +353,8 @@ class HttpStore(Store):
                 if not piece:
                     return None
                 kept.write(piece)
-                if kept.tell() > MAX_LIST_BYTES:
-                    return StoreUnavailable(f"a list of more than {MAX_LIST_BYTES} bytes")
+                if kept.tell() > self._max_list_bytes:
+                    return StoreUnavailable(f"a list of more than {self._max_list_bytes} bytes")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return StoreUnavailable(f"the list broke off: {one_line(error)}")
         finally:
@@ -362,7 +369,7 @@ class HttpStore(Store):
 
     async def close(self) -> None:
         await self._reports.end_all()
-        await self._transport.close()
+        await self.transport.close()
 
     async def _small(
         self,
@@ -382,7 +389,7 @@ class HttpStore(Store):
         """
 
         async def attempt() -> T | None:
-            async with self._transport.request(
+            async with self.transport.request(
                 method, path, accepted, data=lambda: data, headers=headers
             ) as response:
                 if read is None or response.status != 200:
@@ -390,9 +397,9 @@ class HttpStore(Store):
                 return read(await read_whole(response, protocol.MAX_ANSWER_BYTES))
 
         async with self._asking:
-            circuit = circuit or self._transport.lookups
+            circuit = circuit or self.transport.lookups
             size_bytes = protocol.KEY_BYTES + len(data or b"")
-            return await self._transport.call(circuit, size_bytes, attempt)
+            return await self.transport.call(circuit, size_bytes, attempt)
 
 
 @dataclass(frozen=True, slots=True)

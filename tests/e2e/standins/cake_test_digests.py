@@ -22,7 +22,7 @@ def register() -> None:
 
     def checkpointed(saving: Any, record: Any, tokens: Any, row: Any, **more: Any) -> None:
         digest = hashlib.sha256()
-        for plane in saving._kv.rows:
+        for plane in saving.kv.rows:
             digest.update(plane[row.long()].numpy().tobytes())
         with open(Path(folder) / str(get_parallel().tp_rank), "a") as file:
             file.write(f"{record.rid} {len(tokens)} {digest.hexdigest()}\n")

@@ -31,7 +31,6 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, Stor
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.http import http_store
 from sglang_cake.stores.http.protocol import block_path, contains_path
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
@@ -138,9 +137,9 @@ async def test_http_store_list_without_end_is_an_error_beyond_a_bound(tmp_path, 
         return (BlockInfo(BlockKey(i.to_bytes(32, "big")), 9, 1.0) for i in itertools.count())
 
     monkeypatch.setattr(BlockFolder, "list_blocks", endless)
-    monkeypatch.setattr(http_store, "MAX_LIST_BYTES", 1 << 20)
     with ServerInProcess(tmp_path / "root") as server:
-        async with opened_client(f"http://127.0.0.1:{server.port}") as store:
+        url = f"http://127.0.0.1:{server.port}"
+        async with opened_client(url, max_list_bytes=1 << 20) as store:
             with pytest.raises(StoreUnavailable, match="a list of more than 1048576 bytes"):
                 [block async for block in store.list_blocks()]
 
