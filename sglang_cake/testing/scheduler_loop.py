@@ -204,13 +204,13 @@ class SchedulerLoop(ABC):
                 pause_s = max(POLL_S, sleep_s(self.io.now_s - awake_since_s, loads_over_in_s))
                 if coming and not self._live:
                     pause_s = max(POLL_S, coming[0].arrive_s - self.io.now_s)
-                self._pause(self.io.now_s + pause_s)
+                self.pause(self.io.now_s + pause_s)
         return runs
 
     def _wake(self) -> None:
         self._woken = True
 
-    def _pause(self, until_s: float) -> None:
+    def pause(self, until_s: float) -> None:
         """Wait, as a server's scheduler thread does while it only waits for loads."""
         self.io.until(min(until_s, self.io.now_s + POLL_S))
         while self.io.now_s < until_s and not self._woken:

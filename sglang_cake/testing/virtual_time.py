@@ -77,6 +77,9 @@ class VirtualIo:
             self.loop.run_forever()
 
     def close(self) -> None:
+        """Another call has no effect."""
+        if self.loop.is_closed():
+            return
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.loop.run_until_complete(asyncio.sleep(0))

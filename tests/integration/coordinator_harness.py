@@ -2,7 +2,7 @@
 drives it as SGLang's scheduler does."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -49,9 +49,18 @@ class FakeReq(LoopRequest):
 
 
 class KnownLoader(Loader):
-    """Attributes: known_cost: of loads from now on; None: what was measured."""
+    """
+    Attributes:
+        known_cost: of loads from now on; None: what was measured.
+        ordered: the prompts that the link serves, in order.
+    """
 
     known_cost: LoadCost | None = None
+    ordered: Sequence[str] = ()
+
+    def order(self, load_ids: Sequence[str], **rest: Any) -> None:
+        self.ordered = load_ids
+        super().order(load_ids, **rest)
 
     @property
     def tier_costs(self) -> tuple[LoadCost, ...]:

@@ -431,7 +431,7 @@ class VirtualSGLang(Scheduler):
             if coordinator.waiting:
                 awake_s = io.now_s - awake_since_s
                 pause_s = max(POLL_S, sleep_s(awake_s, coordinator.loads_over_in_s))
-            self.loop._pause(min(io.now_s + pause_s, max(until_s, io.now_s + POLL_S)))
+            self.loop.pause(min(io.now_s + pause_s, max(until_s, io.now_s + POLL_S)))
         idle = not self.last_batch and batch is None
         self.last_batch = batch
         return not idle

@@ -2,11 +2,9 @@
 
 import itertools
 import math
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +26,7 @@ from polling import until
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.integration.scheduler import coordinator, rank_consensus
+from sglang_cake.integration.scheduler import rank_consensus
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -39,6 +37,7 @@ from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import ROUND_TOKENS
 from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.virtual_time import virtual_time
 
 
 @pytest.fixture
@@ -353,7 +352,10 @@ def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_s
 
 
 def test_coordinator_prompt_whose_blocks_have_landed_takes_no_buffers_of_others() -> None:
-    with CoordinatorHarness(mode="load", slots=24 * BLOCK, staging=8) as harness:
+    with (
+        virtual_time() as io,
+        CoordinatorHarness(mode="load", slots=24 * BLOCK, staging=8, io=io) as harness,
+    ):
         long, short = req_of(20.5, "long"), other_of(9.5, "short")
         harness.open(*harness.fill(long.origin_input_ids, set(range(20))))
         harness.open(*harness.fill(short.origin_input_ids, set(range(9))))
@@ -362,9 +364,9 @@ def test_coordinator_prompt_whose_blocks_have_landed_takes_no_buffers_of_others(
         harness.poll(short, times=2)
         harness.arrive(long, most_slots=21 * BLOCK)
         staged = harness.coordinator.live["long"].memory.staged
-        until_s = time.monotonic() + 2 * MOST_IDLE_S
-        while time.monotonic() < until_s:
+        for _ in range(20):
             harness.poll(short, long)
+            io.now_s += MOST_IDLE_S / 10
         assert len(staged) == 6
 
 
@@ -453,38 +455,30 @@ def test_coordinator_step_without_changes_predicts_the_remaining_time(
     assert entry.remaining_s < 1  # 136 tokens at a millisecond each, at most
 
 
-def test_coordinator_prompt_without_keys_has_waited_since_its_first_poll(
-    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coordinator_prompt_without_keys_has_waited_since_its_first_poll() -> None:
     """The queue is sorted only when a stored prompt is in it. One that came before would count as
     no older, and the stored one would go first once its loads are over."""
-    clock = SimpleNamespace(monotonic=lambda: 100.0, perf_counter=time.perf_counter)
-    monkeypatch.setattr(coordinator, "time", clock)
-    monkeypatch.setattr(rank_consensus, "time", clock)
-    plain, req = FakeReq("plain", array("q", range(1000, 1100))), harness.readable(4.5)
-    plain.session = object()
-    harness.arrive(plain)
-    harness.coordinator.poll(["plain"])
-    clock.monotonic = lambda: 110.0
-    harness.arrive(req)
-    harness.coordinator.poll(["plain", req.rid])
-    waited_s = [harness.coordinator.queue_entry(each).waited_s for each in (plain, req)]
-    assert waited_s == [10.0, 0.0]
+    with virtual_time() as io, CoordinatorHarness(io=io) as harness:
+        plain, req = FakeReq("plain", array("q", range(1000, 1100))), harness.readable(4.5)
+        plain.session = object()
+        harness.arrive(plain)
+        harness.coordinator.poll(["plain"])
+        io.now_s += 10.0
+        harness.arrive(req)
+        harness.coordinator.poll(["plain", req.rid])
+        waited_s = [harness.coordinator.queue_entry(each).waited_s for each in (plain, req)]
+        assert waited_s == [10.0, 0.0]
 
 
-def test_coordinator_link_serves_prompts_in_the_order_of_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_coordinator_link_serves_prompts_in_the_order_of_the_device() -> None:
     with CoordinatorHarness(mode="auto", load=LoadCost(0.0, 0.001)) as harness:
-        served: list[list[str]] = []
-        monkeypatch.setattr(harness.loader, "order", lambda ids, **rest: served.append(ids))
         reqs = [req_of(4.5, rid) for rid in "ab"]
         for req in reqs:
             harness.fill(req.origin_input_ids, set(range(4)))
             harness.arrive(req)
         for serving in ["a", "b"], ["b", "a"]:
             harness.coordinator.poll(serving)
-            assert [load_id[0] for load_id in served[-1]] == serving
+            assert [load_id[0] for load_id in harness.loader.ordered] == serving
 
 
 def test_coordinator_lost_block_is_a_change_once(harness: CoordinatorHarness) -> None:

@@ -153,9 +153,8 @@ def test_attach_store_before_the_namespace_is_known_counts_its_own_reads_at_once
     """Predictions and time limits of loads depend on their number."""
     service = Alone()
     staging: Any = None
-    service.loader = Loader(
-        None, staging, service._io, Counters(), depths=[4], prior=LoadCost(0.0, 0.001)
-    )
+    io: Any = SimpleNamespace(post=lambda *args: None)
+    service.loader = Loader(None, staging, io, Counters(), depths=[4], prior=LoadCost(0.0, 0.001))
     service.attach_store("s3://bucket")
     assert service.loader.cost.depth == 16
 

@@ -421,8 +421,7 @@ def test_loader_tier_that_is_no_number_of_one_counts_as_a_failed_lookup(
 
 
 def test_loader_blocks_of_the_store_before_do_not_make_another_store_quick() -> None:
-    with virtual_time() as io:
-        harness = LoaderHarness(io=io)
+    with virtual_time() as io, LoaderHarness(io=io) as harness:
         tokens, keys = harness.stored(2)
         other, other_keys = tokens_of(1, 1), keys_of(tokens_of(1, 1))
         harness.fill(other)
@@ -719,8 +718,7 @@ class HungLookups(WrapperStore):
 def test_loader_lookup_of_a_prompt_that_has_ended_is_cancelled_after_a_while() -> None:
     """While a disk hangs, lookups would pile up, and be answered before those of live prompts. Not
     at once: that a tier is late is found out by lookups that are late."""
-    with virtual_time() as io:
-        harness = LoaderHarness(io=io)
+    with virtual_time() as io, LoaderHarness(io=io) as harness:
         store = HungLookups(harness.recorded)
         harness.loader = harness.new_loader(store)
         for name in "ab":
