@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeEvent, install
+from hybrid_trees import tree_of
 from kv_pools import Staging, allocator_of, as_bytes, buffers_for, buffers_of, mha, record_of
 
 from sglang_cake.core.buffers import BufferPool
@@ -47,6 +49,16 @@ def forbid_syncs(patch: pytest.MonkeyPatch) -> None:
 
     for owner, name in SYNCS:
         patch.setattr(owner, name, forbidden(getattr(owner, name), name))
+    plain = torch.Tensor.__getitem__
+    masked = forbidden(plain, "mask")
+
+    def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+        """The rows of a mask are counted first."""
+        mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+        found: torch.Tensor = (masked if mask else plain)(tensor, index)
+        return found
+
+    patch.setattr(torch.Tensor, "__getitem__", take)
 
 
 class Server:
@@ -137,3 +149,22 @@ def test_host_syncs_freeing_slots_by_number_is_one(
     )
     with pytest.raises(HostSync, match="unique"):
         server.serve()
+
+
+@pytest.mark.parametrize("held", [0, 8], ids=["new window", "window with rows of the tree"])
+@pytest.mark.parametrize("kind", ["window-pages", "window-state-extra-buffer"])
+def test_host_syncs_there_are_none_where_slots_of_an_end_state_come_and_go(
+    kind: str, held: int
+) -> None:
+    """As where its blocks are given up."""
+    side = tree_of(kind)
+    req, windows = SimpleNamespace(), side.allocator.swa_attn_allocator
+    windows.debug_mode = False  # in which SGLang itself waits for the device
+    before = side.taken(windows)
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_syncs(patch)
+        end = side.tree.allocate_end(req, Span(held, held + 4))
+        assert end is not None
+        side.ends.prepare(end)
+        side.tree.free_end(req, end)
+    assert side.taken(windows) == before

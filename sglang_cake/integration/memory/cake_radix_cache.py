@@ -275,6 +275,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """
         assert self.ends is not None
         window = state = None
+        new = 0
         if self.supports_swa():
             allocator = self.token_to_kv_pool_allocator
             rows = min(self.ends.window_tokens, span.stop)
@@ -289,9 +290,9 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.supports_mamba():
             state = self._allocate_state()
             if state is None:
-                self.free_end(req, EndSlots(window))
+                self.free_end(req, EndSlots(window, new_rows=new))
                 return None
-        return EndSlots(window, state)
+        return EndSlots(window, state, new)
 
     def drop_state(self, req: "Req") -> None:
         """Take back the recurrent state that a match gave to a request that is not admitted now.
@@ -312,10 +313,12 @@ class CakeRadixCache(UnifiedRadixCache):
     def free_end(self, req: "Req", end: EndSlots) -> None:
         """Free slots that `allocate_end` gave, and that nothing writes to."""
         if end.window is not None:
-            window = end.window[end.window > 0]
+            window = end.window[len(end.window) - end.new_rows :]
             windows = self.token_to_kv_pool_allocator.swa_attn_allocator
-            free = windows.free if self.copier is None else windows.cancel_physical_reservation
-            free(window)
+            if self.copier is None:  # not `free`, as in `DeviceSlots.free`
+                windows.free_segment(window, start_pos=0)
+            else:
+                windows.cancel_physical_reservation(window)
         if end.state is not None:
             self.req_to_token_pool.mamba_allocator.free(end.state)
 

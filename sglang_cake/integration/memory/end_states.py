@@ -63,10 +63,12 @@ class EndSlots:
             to the start of a prompt than a window, there are fewer. What is loaded into row 0 is
             not needed: it is SGLang's target for padding.
         state: slot in the pool of recurrent states, int64 `[1]`.
+        new_rows: so many last ones of `window` were allocated for this end.
     """
 
     window: torch.Tensor | None = None
     state: torch.Tensor | None = None
+    new_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
