@@ -146,12 +146,11 @@ def test_row_kernel_rows_of_every_width_are_bit_equal(make: Callable[..., Any]) 
     check(partial(make, SLOTS, layers=1), block_tokens=36)
 
 
-# Every other form of a pool, with one block of the fewest tokens. DeepSeek V4 has pages as rows, as
-# V4.1 has.
+# Every other form of a pool, with one block of the fewest tokens.
 FORMS = {
     kind: Case(case.make, case.page, 256 if "deepseek" in kind else case.block, case.apart)
     for kind, case in CASES.items()
-    if kind not in (*PLAIN, "deepseek v4")
+    if kind not in PLAIN
 } | {"rows of all layers in turn": Case(lambda: unified(SLOTS).get_kvcache().swa_kv_pool, 1, 32)}
 
 
