@@ -60,6 +60,7 @@ class BlockSaving:
     buffers free as it needs.
 
     Args: alone: no other rank has a tree that must stay like this one's.
+    Attributes: kv: the pool that it copies from.
     """
 
     def __init__(
