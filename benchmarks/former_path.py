@@ -189,6 +189,29 @@ def _takes_scratch(stack: contextlib.ExitStack) -> None:
     _wrap(stack, VirtualKV, "save", save)
 
 
+def _shares_a_stream(stack: contextlib.ExitStack) -> None:
+    """A7: loads and saves in one stream. Forwards that follow a save, or need any copy, wait for
+    all that was launched before."""
+
+    def init(original: Any, kv: Any, *args: Any) -> None:
+        original(kv, *args)
+        kv._out = kv._in
+
+    def save(original: Any, kv: Any, *args: Any) -> VirtualCopy:
+        copy: VirtualCopy = original(kv, *args)
+        kv.gpu.follow(copy.pool_s)
+        return copy
+
+    def order_forwards_after(original: Any, kv: Any, copies: Sequence[VirtualCopy]) -> None:
+        original(kv, copies)
+        if copies:
+            kv.gpu.follow(kv._in.tail_s)
+
+    _wrap(stack, VirtualKV, "__init__", init)
+    _wrap(stack, VirtualKV, "save", save)
+    _wrap(stack, VirtualKV, "order_forwards_after", order_forwards_after)
+
+
 def _frees_by_number(stack: contextlib.ExitStack) -> None:
     """A8: `free`, which waits for the device if pages have several tokens."""
 
@@ -231,6 +254,7 @@ FINDINGS: dict[str, Callable[[contextlib.ExitStack], None]] = {
     "A4": _plans_for_now,
     "A5": _launches_planes,
     "A6": _takes_scratch,
+    "A7": _shares_a_stream,
     "A8": _frees_by_number,
     "A9": _pins_late,
 }
@@ -238,8 +262,8 @@ FINDINGS: dict[str, Callable[[contextlib.ExitStack], None]] = {
 
 @contextlib.contextmanager
 def former_path(*findings: str) -> Iterator[None]:
-    """A context in which these findings hold, by default all of them."""
+    """A context in which these findings hold, by default all but A7."""
     with contextlib.ExitStack() as stack:
-        for finding in findings or FINDINGS:
+        for finding in findings or (each for each in FINDINGS if each != "A7"):
             FINDINGS[finding](stack)
         yield

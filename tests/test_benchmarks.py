@@ -84,6 +84,14 @@ def test_benchmark_copy_calls_of_a_block_are_one_copy_and_one_launch(tmp_path: P
     assert "launches of a kernel" not in step
 
 
+def test_benchmark_copy_calls_recorded_take_at_most_60_us_of_a_thread_for_a_block() -> None:
+    """Measured with a stub in place of the driver."""
+    cells = json.loads((facts.RESULTS / "copy-calls.json").read_text())["cells"]
+    medians_us = [found["median_us"] for cell in cells.values() for found in cell.values()]
+    assert len(medians_us) == 9
+    assert max(medians_us) <= 60
+
+
 def test_benchmark_number_lists_are_parsed_or_refused() -> None:
     assert stats.numbers("0.5,1, 2") == [0.5, 1.0, 2.0]
     assert stats.whole_numbers("256,512") == [256, 512]

@@ -8,9 +8,10 @@ blocks of real size. Models stand in for the rest:
   blocks without bytes.
 - `VirtualScheduler`: SGLang's loop (`scheduler_loop.py`).
 
-Times of copies and launches are those that `make gpu-check` measured on an H100. Forwards have the
-costs of `sglang-cake plan`, which are estimates. The interpreter is not modelled: on a device,
-threads that load at 25 GB/s also slow the launches of a forward.
+Times of copies are those that `make gpu-check` measured on an H100; those of launches are derived
+from that (`benchmarks/reports/gpu.md`). Forwards have the costs of `sglang-cake plan`, which are
+estimates. The interpreter is not modelled: on a device, threads that load at 25 GB/s also slow the
+launches of a forward.
 """
 
 import math
@@ -53,8 +54,8 @@ KERNEL_S = 3e-6  # the least time of a kernel
 # A kernel beside a forward starts when a matrix product of the forward ends: they take this long.
 PRODUCT_S = 1.6e-3
 LAUNCH_S = 25e-6  # host time of one launch from Python, with its views
-# The same within a copy of blocks: 25 us were measured on an H100, with 1.7 times as much of Python
-# (`benchmarks/reports/gpu.md`).
+# The same within a copy of blocks. Derived, not measured: the code around it takes 1 / 1.7 of what
+# it took with the 25 us. A loaded block takes 50 us so, and took 63 us on an H100.
 COPY_LAUNCH_S = 15e-6
 EVENT_S = 4e-6
 LAYER_BLOCKS = 64  # blocks of which one kernel copies a layer

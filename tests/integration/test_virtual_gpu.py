@@ -238,9 +238,9 @@ def test_virtual_gpu_scheduler_thread_never_waits_and_launches_little(
         # For the copier, it waits while a few copies are launched.
         assert host.wait_s <= 1e-3 * host.waits
         assert host.waits <= scheduler.polls
-        # For each piece of a block a DMA and a kernel. An H100's host takes 85 us for one.
+        # For each piece of a block a DMA and a kernel.
         assert scheduler.gpu.copier.launches > copied
-        assert scheduler.gpu.copier.launch_s / scheduler.gpu.copier.launches * 2 <= 85e-6
+        assert scheduler.gpu.copier.launch_s / scheduler.gpu.copier.launches * 2 <= 60e-6
         assert scheduler.gpu.peak_scratch_bytes <= 128 * 2**20
 
 
@@ -313,6 +313,16 @@ def is_near_the_optimum() -> bool:
     return ttft_s(LLAMA_8B, 32768, link, "auto") <= 1.05 * LLAMA_8B.ideal_s(32768, link)
 
 
+def saves_delay_no_decode_step() -> bool:
+    """While a prompt is loaded."""
+    model, link = LLAMA_8B, 25 * GB
+    with virtual_scheduler(model, link_bytes_per_s=link, mode="load", decodes=64) as scheduler:
+        stored = prompt(1, 65536)
+        scheduler.store.keys |= set(scheduler.keys(stored.origin_input_ids))
+        scheduler.serve([(0.0, prompt(0, 8192)), (0.1, stored)])
+        return scheduler.gpu.held_back_s <= model.layout.block_bytes / DMA_BYTES_PER_S
+
+
 # What each finding of the review spoils.
 GOALS: dict[str, Callable[[], bool]] = {
     "A1": lambda: cold(LLAMA_8B, 4)["stored_share"] == 1,
@@ -321,6 +331,7 @@ GOALS: dict[str, Callable[[], bool]] = {
     "A4": is_near_the_optimum,
     "A5": lambda: restored(LLAMA_8B, 8, 32768)["poll_launches"] <= 10,
     "A6": lambda: restored(LLAMA_8B, 8, 32768)["scratch_mib"] <= 128,
+    "A7": saves_delay_no_decode_step,
     "A8": lambda: beside_decodes(LLAMA_8B, 32768)["syncs"] == 0,
     "A9": lambda: cold(LLAMA_8B, 4)["syncs"] == 0,
 }
