@@ -74,7 +74,6 @@ def test_benchmark_copy_calls_of_a_block_are_one_copy_and_one_launch(tmp_path: P
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0"},
         check=True,
-        timeout=300,
     )
     ((_, cell),) = json.loads(out.read_text())["cells"].items()
     loaded, saved, step = (found["calls"] for found in cell.values())
@@ -549,7 +548,6 @@ def test_bench_file_store_small_run_measures_store_and_fio(tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
