@@ -303,7 +303,7 @@ class StepCosts:
         return self.agreed.queue_s(work, self.chunk_tokens)
 
     def outlook(self, record: PromptRecord, costs: PromptCosts) -> Outlook:
-        """The rest of the request's prefill. Args: costs: `costs`, or `costs_alone`."""
+        """The prediction for the rest of the request's prefill, at these costs."""
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,

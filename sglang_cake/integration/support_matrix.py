@@ -386,8 +386,7 @@ def may_decode_for_others(args: "ServerArgs") -> bool:
     """Whether this is a decode server, or may become one."""
     if args.disaggregation_mode == "null":
         return False
-    changes_roles = getattr(args, "enable_pd_role_switch", False)
-    return bool(args.disaggregation_mode == "decode" or changes_roles)
+    return bool(args.disaggregation_mode == "decode" or args.enable_pd_role_switch)
 
 
 def _unsupported_ngrams(args: "ServerArgs", model: ModelTraits | None) -> str | None:

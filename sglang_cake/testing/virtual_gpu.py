@@ -348,6 +348,8 @@ class VirtualKV:
             self.gpu.launch(1, EVENT_S)
             self.gpu.follow(max(copy.pool_s for copy in copies))
 
+    order_writes_after = order_forwards_after  # no other server writes to slots
+
     def _launch(self, count: int, took_s: float) -> None:
         self.gpu.copier.launches += count
         self.gpu.copier.launch_s += took_s

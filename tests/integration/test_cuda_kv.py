@@ -336,7 +336,6 @@ def test_block_saving_has_read_slots_when_another_server_may_write_to_them(
     )
 
 
-@since_0_5_23
 @pytest.mark.parametrize(
     ("mode", "changes_roles", "waits"),
     [

@@ -50,7 +50,7 @@ OPENING_HANGS = """
 import asyncio, sys, threading
 sys.path[:0] = {path!r}
 from sglang_cake.core.io_thread import IoThread
-from sglang_cake.stores import wrapper_store
+from sglang_cake.stores.wrapper_store import LazyStore
 from sglang_cake.testing.store_contract import FRAME
 
 class Source:
@@ -59,8 +59,7 @@ class Source:
         threading.Event().wait()
 
 hangs = threading.Event()
-wrapper_store.CLOSE_S = 0.1
-store = wrapper_store.LazyStore(Source(), FRAME, depth=1)
+store = LazyStore(Source(), FRAME, depth=1, close_s=0.1)
 io = IoThread()
 asking = asyncio.run_coroutine_threadsafe(store.contains([]), io.loop)
 assert hangs.wait(60)

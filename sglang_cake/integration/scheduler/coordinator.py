@@ -559,7 +559,9 @@ class Coordinator:
         record.queue.outlook = None
         costs = self.step_costs.costs(record)
         if record.stats.predicted_s is None:
-            best_s = self.step_costs.outlook(record, costs).best_s
+            alone = self.step_costs.costs_alone(record)
+            alone = replace(alone, backlog_s=costs.backlog_s, pipelined=costs.pipelined)
+            best_s = self.step_costs.outlook(record, alone).best_s
             record.stats.predicted_s = record.local_waited_s() + best_s
         step = self._next_step(record, chunk_tokens, costs)
         if step.wait:
