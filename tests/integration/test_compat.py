@@ -165,23 +165,18 @@ OF_OTHERS |= {"_share_cuda_"}
 
 
 def test_private_names_that_the_package_does_not_define_are_known() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    own = {getattr(node, "name", None) for _, node in nodes}
-    own |= {node.id for _, node in nodes if isinstance(node, ast.Name)}
-    private = [
-        (path, node)
-        for path, node in nodes
-        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)
-    ]
-    of_self = [ast.unparse(node.value) in ("self", "cls", "super()") for _, node in private]
-    own |= {node.attr for (_, node), is_own in zip(private, of_self, strict=True) if is_own}
-    found = {
-        f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}"
-        for (path, node), is_own in zip(private, of_self, strict=True)
-        if not is_own and node.attr not in own | OF_OTHERS and path.name != "compat.py"
-    }
-    assert not found
+    own, others = set(), defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name):
+                own.add(node.id)
+            elif not isinstance(node, ast.Attribute):
+                own.add(getattr(node, "name", None))
+            elif ast.unparse(node.value) in ("self", "cls", "super()"):
+                own.add(node.attr)
+            elif re.match("_[^_]", node.attr) and path.name != "compat.py":
+                others[node.attr].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not {name: places for name, places in others.items() if name not in own | OF_OTHERS}
 
 
 def test_compat_installed_version_has_no_differences() -> None:

@@ -74,6 +74,8 @@ def _args(**changes: Any) -> SimpleNamespace:
         "enable_unified_cache_external_linker": False,
         "enable_kv_cache_sharding": False,
         "prefill_only_disable_kv_cache": False,
+        "enable_return_routed_experts": False,
+        "enable_return_indexer_topk": False,
         "kv_canary": "none",
         "enable_streaming_session": False,
         "page_size": None,
