@@ -231,6 +231,17 @@ def test_block_saving_blocks_without_a_buffer_at_the_end_are_given_up_and_counte
         assert harness.poll(released) == []
 
 
+def test_block_saving_blocks_that_were_given_up_are_stored_by_the_next_request_with_them() -> None:
+    with SavingHarness(buffers=2) as harness:
+        first, again = known(5), known(5, 0, 1)
+        assert harness.checkpoint(first, 5 * BLOCK, last=True) == [0, 1]
+        again.stats.matched_tokens = 4 * BLOCK  # the tree still has the prompt
+        assert harness.checkpoint(again, 5 * BLOCK) == [2, 3]
+        assert harness.poll(again) == [4]
+        for block in range(5):
+            harness.expect(again, block)
+
+
 def test_block_saving_blocks_of_a_requeued_request_are_offered_once() -> None:
     """Its slots may be freed until its next checkpoint, which may have fewer tokens."""
     with SavingHarness(buffers=2) as harness:
