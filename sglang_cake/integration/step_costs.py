@@ -216,9 +216,12 @@ class StepCosts:
     def costs(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request's next part in the step being scheduled, which begins when
         the device is free."""
+        return self.costs_when_free(record).beside(self._work)
+
+    def costs_when_free(self, record: PromptRecord) -> PromptCosts:
+        """The agreed costs of a request that has the device to itself after the running step."""
         alone = self.costs_alone(record)
-        costs = replace(alone, backlog_s=self._agreed.busy_s, pipelined=self.pipelined)
-        return costs.beside(self._work)
+        return replace(alone, backlog_s=self._agreed.busy_s, pipelined=self.pipelined)
 
     def decision_at_arrival(
         self, record: PromptRecord, config: CakeConfig, ahead: StepWork

@@ -559,9 +559,8 @@ class Coordinator:
         record.queue.outlook = None
         costs = self.step_costs.costs(record)
         if record.stats.predicted_s is None:
-            alone = self.step_costs.costs_alone(record)
-            alone = replace(alone, backlog_s=costs.backlog_s, pipelined=costs.pipelined)
-            best_s = self.step_costs.outlook(record, alone).best_s
+            when_free = self.step_costs.costs_when_free(record)
+            best_s = self.step_costs.outlook(record, when_free).best_s
             record.stats.predicted_s = record.local_waited_s() + best_s
         step = self._next_step(record, chunk_tokens, costs)
         if step.wait:

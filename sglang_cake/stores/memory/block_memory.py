@@ -199,7 +199,7 @@ class BlockMemory:
         Args:
             must_earn_place: None as well if the policy would evict this block before others, or
                 only blocks that are not written below could be evicted for it.
-            evictions: of the evictions for it.
+            evictions: counts the evictions for it.
 
         Raises: StoreFull if all blocks that could be evicted for it are in use.
         """

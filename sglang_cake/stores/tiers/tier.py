@@ -203,7 +203,7 @@ class TierCounts:
     moved_up_blocks: int = 0  # queued for promotion from a lower tier
     full_blocks: int = 0  # refused by the tier with StoreFull
     queue_full_blocks: int = 0  # not copied in the background: no free buffer
-    evicted_blocks: int = 0  # not copied: evicted from a tier in memory before
+    evicted_blocks: int = 0  # evicted from a tier in memory before they were copied
     left_out_blocks: int = 0  # not copied: the tier was left out
     dropped_blocks: int = 0  # not copied: the store was closed, or the block deleted
     left_out: int = 0  # how often the tier was left out
