@@ -87,13 +87,20 @@ class VirtualIo:
 
 
 @contextlib.contextmanager
-def virtual_time() -> Iterator[VirtualIo]:
-    """A context in which integration, loader and writer use the clock of the `VirtualIo`."""
-    io = VirtualIo()
-    clock = SimpleNamespace(monotonic=lambda: io.now_s, perf_counter=lambda: io.now_s)
+def clock(now_s: Callable[[], float]) -> Iterator[None]:
+    """A context in which integration, loader and writer take the time from `now_s`."""
+    stand_in = SimpleNamespace(monotonic=now_s, perf_counter=now_s)
     with contextlib.ExitStack() as patches:
         for name, module in sys.modules.copy().items():
             if name.startswith(_PACKAGES) and getattr(module, "time", None) is time:
-                patches.enter_context(mock.patch.object(module, "time", clock))
+                patches.enter_context(mock.patch.object(module, "time", stand_in))
+        yield
+
+
+@contextlib.contextmanager
+def virtual_time() -> Iterator[VirtualIo]:
+    """A context in which integration, loader and writer use the clock of the `VirtualIo`."""
+    io = VirtualIo()
+    with clock(lambda: io.now_s):
         yield io
         io.close()

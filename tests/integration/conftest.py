@@ -1,6 +1,8 @@
-"""Failures of one test do not count in the next. Algorithms of plug-ins are those of one test."""
+"""Failures of one test do not count in the next. Algorithms of plug-ins are those of one test. The
+clock can stand still."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,3 +35,14 @@ def register_algorithm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         spec_registry.register_algorithm(name, spec_class=made)(factory)
 
     return register
+
+
+@pytest.fixture
+def stopped_clock() -> Iterator[SimpleNamespace]:
+    """The clock of integration, loader and writer. It moves only when a test sets its `now_s`: on a
+    busy machine a decision could come seconds after the one before it, and loads be overdue."""
+    from sglang_cake.testing.virtual_time import clock
+
+    stopped = SimpleNamespace(now_s=1000.0)
+    with clock(lambda: stopped.now_s):
+        yield stopped

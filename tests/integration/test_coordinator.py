@@ -41,13 +41,13 @@ from sglang_cake.testing.virtual_time import virtual_time
 
 
 @pytest.fixture
-def harness() -> Iterator[CoordinatorHarness]:
+def harness(stopped_clock: Any) -> Iterator[CoordinatorHarness]:
     with CoordinatorHarness() as made:
         yield made
 
 
 @pytest.fixture
-def two() -> Iterator[CoordinatorHarness]:
+def two(stopped_clock: Any) -> Iterator[CoordinatorHarness]:
     """One of two ranks."""
     with CoordinatorHarness(ranks=True) as made:
         yield made
@@ -226,7 +226,7 @@ def test_coordinator_prompt_planned_and_not_scheduled_is_loaded_wholly(
 
 
 @pytest.fixture
-def auto() -> Iterator[CoordinatorHarness]:
+def auto(stopped_clock: Any) -> Iterator[CoordinatorHarness]:
     """Four blocks and a half are computed in 0.072 s, before one is loaded."""
     load = LoadCost(0.08, 0.05, error=0.0, depth=2)
     with CoordinatorHarness(mode="auto", load=load) as made:
@@ -255,6 +255,7 @@ class Lender(WrapperStore):
 
 
 @pytest.mark.parametrize("store", [None, Lender])
+@pytest.mark.usefixtures("stopped_clock")
 def test_coordinator_prompt_that_waits_for_device_memory_keeps_its_loads(
     store: Callable[[Store], Store] | None,
 ) -> None:
@@ -311,7 +312,7 @@ def test_coordinator_prompt_that_passes_one_without_memory_gets_buffers(mode: st
 @pytest.mark.parametrize("short_first", [False, True])
 @pytest.mark.parametrize("mode", ["load", "both"])
 def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_some(
-    mode: str, short_first: bool
+    mode: str, short_first: bool, stopped_clock: Any
 ) -> None:
     """The two do not fit in device memory together."""
     with CoordinatorHarness(mode=mode, slots=24 * BLOCK, staging=8) as harness:
@@ -338,6 +339,7 @@ def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_s
         waiting = [short, long] if short_first else [long, short]
 
         def prefilled() -> bool:
+            stopped_clock.now_s += MOST_IDLE_S / 10
             coordinator.spare_slots = allocator.available_size() + coordinator.reclaimable_tokens
             harness.poll(*waiting)
             for req in [req for req in waiting if req.prefix_len][:1] or waiting.copy():
@@ -370,6 +372,7 @@ def test_coordinator_prompt_whose_blocks_have_landed_takes_no_buffers_of_others(
         assert len(staged) == 6
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_coordinator_late_reads_that_have_all_places_of_the_link_end_the_loads() -> None:
     """Those of a prompt before it: no block of this one is being read."""
     load = LoadCost(0.0, 1e-3, error=0.0, depth=2)
@@ -470,6 +473,7 @@ def test_coordinator_prompt_without_keys_has_waited_since_its_first_poll() -> No
         assert waited_s == [10.0, 0.0]
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_coordinator_link_serves_prompts_in_the_order_of_the_device() -> None:
     with CoordinatorHarness(mode="auto", load=LoadCost(0.0, 0.001)) as harness:
         reqs = [req_of(4.5, rid) for rid in "ab"]

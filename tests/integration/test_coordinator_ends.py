@@ -142,6 +142,7 @@ def test_coordinator_prompts_that_pass_others_get_buffers_for_their_ends() -> No
         assert last.customized_info["cake"][0]["loaded_tokens"] == 20 * BLOCK
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_coordinator_end_slower_than_computing_is_not_loaded() -> None:
     """Six blocks are computed in 0.1 s; they would be loaded in 0.06 s, and their end in 0.1 s."""
     with CoordinatorHarness(

@@ -2,7 +2,7 @@
 no more device memory than they may."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -373,16 +373,22 @@ def test_cuda_kv_has_read_rows_that_slots_leave_when_another_server_may_write_to
     assert set(buffer.view) == {0x11 if waits else 0xEE}
 
 
-@pytest.mark.parametrize("how", ["_emptied", "let_go"])
+def _fails() -> None:
+    raise OSError("fails")
+
+
+@pytest.mark.parametrize(
+    ("how", "emptied"), [("_emptied", lambda: None), ("_emptied", _fails), ("let_go", _fails)]
+)
 def test_tree_that_is_emptied_or_lets_cake_go_has_no_copy_under_way(
-    monkeypatch: pytest.MonkeyPatch, how: str
+    monkeypatch: pytest.MonkeyPatch, how: str, emptied: Callable[[], None]
 ) -> None:
     """Transfers read the slots of loaded blocks, and in another role of the server write to those
     of withdrawn ones, in no stream."""
     gpu = BusyGpu(monkeypatch)
     tree: Any = CakeRadixCache.__new__(CakeRadixCache)
     tree.service = SimpleNamespace(kv=gpu.kv)
-    tree.coordinator = SimpleNamespace(off_everywhere=True, emptied=lambda: None)
+    tree.coordinator = SimpleNamespace(off_everywhere=True, emptied=emptied)
     copy = gpu.kv.load(gpu.block(0x11), gpu.slots[0], gpu.kv.fence())
     getattr(tree, how)()
     assert all((as_bytes(rows)[gpu.slots[0]] == 0x11).all() for rows in buffers_of(gpu.pool))

@@ -339,6 +339,7 @@ def test_ranks_ask_their_trees_for_the_same_matches_when_one_fails(
     assert asked[0] == asked[1]
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_ranks_ask_the_same_waiting_prompts_after_one_failed() -> None:
     """More prompts wait than a poll asks."""
     with closing(TwoRanks(mode="auto")) as ranks:
@@ -414,6 +415,7 @@ def test_ranks_forget_decoding_requests_alike_after_one_failed(ranks: TwoRanks) 
 
 
 @pytest.mark.parametrize("other_rank", ["has a record", "failed"])
+@pytest.mark.usefixtures("stopped_clock")
 def test_ranks_decide_alike_behind_a_request_without_keys_on_one_of_them(other_rank: str) -> None:
     """Work ahead of a prompt that is counted by one rank alone would make another step there."""
     with closing(TwoRanks(mode="auto", load=LoadCost(0.08, 0.05, error=0.0, depth=2))) as ranks:

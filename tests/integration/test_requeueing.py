@@ -486,6 +486,7 @@ def test_chunked_request_where_sglang_does_not_chunk_is_computed_to_its_end(
     assert adder.rem_chunk_tokens is None
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_chunked_request_without_tokens_in_the_step_is_left_to_sglang(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -750,6 +751,7 @@ def test_request_that_waits_for_its_loads_keeps_its_memory_from_others(
     assert adder._select_prefill_admission(stored, total_tokens=100) is admits
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_requests_that_wait_and_do_not_fit_together_leave_memory_for_the_first_one(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -945,11 +947,16 @@ def test_queue_order_prefill_of_prompts_that_wait_beyond_a_chunk_is_not_due(
     for req in waiting:
         assert admission.coordinator.plan(req, PROMPT + 1).wait
     assert [admission.coordinator.prefill_due(req) for req in waiting] == [True, True, False]
+    admission.coordinator.poll(["a", "b", "c"])  # the first two are not planned again
+    assert [admission.coordinator.waits_still(req) for req in waiting[:2]] == [True, True]
+    assert admission.coordinator.plan(waiting[2], PROMPT + 1).wait
+    assert not admission.coordinator.prefill_due(waiting[2])
     admission.coordinator.poll(["a", "b", "c"])
     assert admission.coordinator.plan(waiting[2], PROMPT + 1).wait
     assert admission.coordinator.prefill_due(waiting[2])
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_coordinator_prompt_with_due_prefill_is_not_passed_by_whole_steps_of_a_higher_priority(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -992,6 +999,7 @@ def test_request_with_due_prefill_that_gets_no_row_does_not_hold_up_higher_prior
 
 
 @pytest.mark.parametrize("lacks", ["row", "memory"])
+@pytest.mark.usefixtures("stopped_clock")
 def test_request_that_others_stand_behind_and_that_is_not_admitted_returns_its_state(
     admissions: Make, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:

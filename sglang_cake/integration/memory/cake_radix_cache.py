@@ -598,10 +598,12 @@ class CakeRadixCache(UnifiedRadixCache):
 
     @guarded("CakeRadixCache.reset")
     def _emptied(self) -> None:
-        self._before_slots_are_freed()
-        if self.coordinator is not None:
-            self.coordinator.emptied()
-        self._wait_for_copies()
+        try:
+            self._before_slots_are_freed()
+            if self.coordinator is not None:
+                self.coordinator.emptied()
+        finally:
+            self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
         """No copy is under way any more. In another role of the server, SGLang's transfers read and

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.keys import KeyChain
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import PromptCosts, StepWork
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
@@ -311,6 +312,11 @@ class PromptRecord:
         view = self.meet.view()
         asked = self.agreed.load_from is not None and view.wanted > 0
         return asked or BlockState.LANDED in view.states
+
+    @property
+    def rest(self) -> Span:
+        """The tokens of the prompt after the front."""
+        return Span(self.meet.front, len(self.tokens))
 
     @property
     def device_work(self) -> StepWork:

@@ -546,9 +546,13 @@ class Coordinator:
         self.loads_over_in_s = min([self.loads_over_in_s, *ends_s])
 
     def waits_still(self, req: "Req") -> bool:
-        """Whether the last plan for a request was to wait, and only time has passed since."""
+        """Whether the last plan for a request was to wait, and only time has passed since. If so,
+        the request is not planned again in this step, and counts as one that waits."""
         record = self.record(req)
-        return record is not None and record.queue.waits and req.prefix_len <= record.meet.front
+        if record is None or not record.queue.waits or req.prefix_len > record.meet.front:
+            return False
+        self._step.waiting_tokens += record.rest.tokens
+        return True
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a request, after `attach_islands`; None: compute as usual, since no
@@ -568,7 +572,7 @@ class Coordinator:
             wait_s = min(step.wait_s, self.step_costs.rest_of_loads_s(record))
             self.loads_over_in_s = min(self.loads_over_in_s, wait_s)
             record.queue.prefill_due |= self._step.waiting_tokens < chunk_tokens
-            self._step.waiting_tokens += len(record.tokens) - record.meet.front
+            self._step.waiting_tokens += record.rest.tokens
         record.planned(step, chunk_tokens, costs)
         if step.ends_loads:
             self.prompt_loads.give_up(record)
@@ -918,7 +922,7 @@ class Coordinator:
 
         def rest(rid: str) -> Span:
             if (record := self._records.get(rid)) is not None:
-                return Span(record.meet.front, len(record.tokens))
+                return record.rest
             prompt = self._without_keys.get(rid)
             return Span(0, 0) if prompt is None else prompt.rest
 
