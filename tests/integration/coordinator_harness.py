@@ -103,6 +103,7 @@ class CoordinatorHarness(HeldReads):
         tail_tokens: int = 0,
         next_tokens: int = 0,
         tree: Any = None,
+        metrics: Any = None,
     ) -> None:
         """Args:
         store: is put in front of what is stored.
@@ -162,7 +163,7 @@ class CoordinatorHarness(HeldReads):
             keys=RequestKeys(block, self.digest, self.counters, next_tokens=next_tokens),
             consensus=RankConsensus(self.reduce if ranks else None),
             counters=self.counters,
-            reporter=RequestReporter(None, writes=True, metrics=None),
+            reporter=RequestReporter(None, writes=True, metrics=metrics),
             end_blocks=end_blocks,
             tail_tokens=tail_tokens if tree is None else tree.tail_tokens,
         )

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from polling import until
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.integration.metrics import Metrics
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import rank_consensus
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
@@ -499,6 +501,22 @@ def test_coordinator_lost_block_is_a_change_once(harness: CoordinatorHarness) ->
     record.queue.outlook = outlook = Outlook(99.0, 99.0, 99.0, 0)
     harness.coordinator.poll([req.rid])
     assert record.queue.outlook is outlook
+
+
+def test_coordinator_time_that_a_prediction_is_compared_with_has_the_last_step(
+    stopped_clock: Any,
+) -> None:
+    metrics = Mock(spec=Metrics)
+    cost = PrefillCost(1.0, 1.0, 0.0, error=0.0)
+    slow = LoadCost(0.0, 1e9, error=0.0)
+    with CoordinatorHarness(mode="auto", prefill=cost, load=slow, metrics=metrics) as harness:
+        req, _ = harness.stored(1.5)
+        harness.arrive(req)
+        harness.poll(req)
+        stopped_clock.now_s += 0.5
+        assert harness.step(req)
+    step_s = 1.0 + 1.5 * BLOCK
+    metrics.observe_prediction.assert_called_once_with(0.5 + step_s, 0.5 + step_s)
 
 
 def test_coordinator_prediction_counts_the_running_step_and_no_work_beside_the_prompt(

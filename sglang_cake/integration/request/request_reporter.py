@@ -74,8 +74,9 @@ class RequestReporter:
             self._given_up_line_s = now_s
             self._given_up = 0
 
-    def prefilled(self, record: PromptRecord) -> None:
-        """The last prefill step of the request is scheduled."""
+    def prefilled(self, record: PromptRecord, rest_s: float) -> None:
+        """The last prefill step of the request is scheduled. Args: rest_s: predicted time until it
+        is over."""
         stats = record.stats
         self.write_event(
             record,
@@ -88,7 +89,7 @@ class RequestReporter:
             meet = len(record.tokens) if stats.meet_token is None else stats.meet_token
             self._metrics.observe_meet(meet / max(1, len(record.tokens)))
             if stats.predicted_s and stats.prefill_s:
-                self._metrics.observe_prediction(stats.predicted_s, stats.prefill_s)
+                self._metrics.observe_prediction(stats.predicted_s, stats.prefill_s + rest_s)
 
     def ended(self, record: PromptRecord) -> None:
         """The request is over. It gets one log line if any of its blocks were stored."""

@@ -603,7 +603,7 @@ class Coordinator:
         self._computed(record, Span(start, stop))
         if not overlapped:
             self._advance(record)
-            self._claim(record, stop)
+            self._claim(record, stop, self.step_costs.step_end_s)
 
     def overlapped_step_ran(
         self,
@@ -641,7 +641,7 @@ class Coordinator:
                 record.meet.claim(computed.stop)
                 self._computed(record, computed)
                 response_stats.computed(req, computed.tokens)
-        self._claim(record, stop)
+        self._claim(record, stop, 0.0)
 
     # ---- what the order of the queue depends on ----
 
@@ -1159,17 +1159,18 @@ class Coordinator:
         self._counters.add("computed_tokens", span.tokens)
         self._reporter.write_event(record, "claim", start=span.start, stop=span.stop)
 
-    def _claim(self, record: PromptRecord, stop: int) -> None:
+    def _claim(self, record: PromptRecord, stop: int, rest_s: float) -> None:
+        """A step that is over in `rest_s` computes up to token `stop`."""
         self._device_slots.discard(record, record.meet.claim(stop), "overtaken")
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
         if stop >= len(record.tokens):
-            self._prefilled(record)
+            self._prefilled(record, rest_s)
 
-    def _prefilled(self, record: PromptRecord) -> None:
+    def _prefilled(self, record: PromptRecord, rest_s: float) -> None:
         record.stats.prefill_s = record.local_waited_s()
         self.prompt_loads.stop_loading(record, "overtaken")
         if record.fallback is not None:
             self._counters.add("fallback", label=record.fallback)
-        self._reporter.prefilled(record)
+        self._reporter.prefilled(record, rest_s)
         req = record.req
         req.customized_info = {**(req.customized_info or {}), "cake": [record.report()]}
