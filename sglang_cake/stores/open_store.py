@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -36,7 +37,7 @@ from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.tier import memory_store_of
-from sglang_cake.stores.tiers.tiered_store import TieredStore
+from sglang_cake.stores.tiers.tiered_store import COPY_BYTES, TieredStore
 from sglang_cake.stores.url import (
     DEFAULT_POLICY,
     MEMORY,
@@ -121,15 +122,17 @@ def open_blocks(
     counters = counters or Counters()
     cut = layout.sliced(len(namespaces))
     reads = sum(depths_of(sources, depth))
+    copy_bytes = COPY_BYTES // len(namespaces)
+    open_namespace = partial(open_store, sources, depth=depth, copy_bytes=copy_bytes)
 
     def opened(namespace: Namespace, counters: Counters) -> Store:
         frame = encoded_frame(namespace, cut, codec)
         if codec == RAW:
-            return CountedStore(open_store(sources, frame, depth=depth), counters)
+            return CountedStore(open_namespace(frame), counters)
         from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
 
         chains = chains_of(cut, codec, max_error, rope_theta)
-        inner = open_store(sources, frame, depth=depth)
+        inner = open_namespace(frame)
         link = LinkSpeed()
         encode: Encode
         if codec == AUTO:
@@ -180,6 +183,7 @@ def open_store(
     frame: BlockFrame,
     *,
     depth: int | None = None,
+    copy_bytes: int = COPY_BYTES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Store:
     """A namespace without codec; the caller closes it. No I/O: each source is opened by the first
@@ -189,6 +193,7 @@ def open_store(
         sources: several are the tiers of one store, fastest first.
         depth: calls of each kind that each source should serve at once; None: as many as its link
             needs.
+        copy_bytes: host memory for the copies of each tier.
         clock: seconds, monotonic; for pauses of tiers that fail.
     """
     depths = depths_of(sources, depth)
@@ -197,7 +202,13 @@ def open_store(
     ]
     if len(stores) == 1:
         return stores[0]
-    return TieredStore(stores, depths=depths, block_bytes=frame.payload_bytes, clock=clock)
+    return TieredStore(
+        stores,
+        depths=depths,
+        block_bytes=frame.payload_bytes,
+        copy_bytes=copy_bytes,
+        clock=clock,
+    )
 
 
 def depths_of(sources: Sequence[StoreSource], depth: int | None) -> list[int]:

@@ -5,6 +5,7 @@ import contextlib
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores import open_store
 from sglang_cake.stores.base import EvictionCounts, Store, StoreStats, TierStats
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
@@ -24,6 +26,7 @@ from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.head_slices import HeadSliceStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.tiers.tiered_store import COPY_BYTES, TieredStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT, StoreContract, block_of, key_of, read
 
@@ -137,6 +140,19 @@ async def test_head_slices_in_one_memory_count_each_eviction_once() -> None:
     await store.close()
     assert stats.blocks == 16
     assert stats.evictions.evicted_blocks == 20 - 16 / 2
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+async def test_head_slices_share_the_host_memory_for_copies_between_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    opened = Mock(side_effect=TieredStore)
+    monkeypatch.setattr(open_store, "TieredStore", opened)
+    layout = BlockLayout.plain(2, (("k", (4, 64)), ("v", (4, 64))), "bfloat16", 128)
+    sources = parse_sources(f"memory://1MiB,file://{tmp_path}/kv?min_free=0")
+    store = open_blocks(sources, namespaces(0, 4), layout, depth=2, codec=codec)
+    await store.close()
+    assert [call.kwargs["copy_bytes"] for call in opened.call_args_list] == [COPY_BYTES // 4] * 4
 
 
 def of_heads(layout: BlockLayout, heads: dict[str, np.ndarray], of: slice) -> bytes:
