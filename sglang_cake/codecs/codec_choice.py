@@ -238,8 +238,10 @@ class AutoCodec:
         payload = memoryview(bytearray(layout.block_bytes + ENCODED_HEAD_BYTES))
         size = chain.encode(layout, sample, payload)
         outs = [memoryview(bytearray(layout.block_bytes)) for _ in range(self._threads)]
-        self._decode(layout, payload[:size], outs[0])
-        error = 0.0 if is_raw(payload) else relative_error(layout, sample, outs[0])
+        error = 0.0  # also of numbers that are not finite, and of dtypes that numpy has not
+        if codec not in LOSSLESS and not is_raw(payload):
+            self._decode(layout, payload[:size], outs[0])
+            error = relative_error(layout, sample, outs[0])
         share, rate = size / layout.block_bytes, float("inf")
         if error > self._max_error:  # its speed does not matter
             return CodecTraits(codec, share, 0.0, error)

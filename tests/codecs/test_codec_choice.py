@@ -395,3 +395,37 @@ async def test_auto_codec_decisions_appear_in_log_and_counters(
     assert any("of the time of raw at" in line for line in caplog.messages)
     assert counts["auto_refused_blocks", "int8 unknown_link"] == 1
     assert counts["auto_refused_blocks", "int4 sample_error"] == 3
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "uint8"])
+async def test_auto_codec_kv_of_8_bits_is_stored_with_zstd(tmp_path: Path, dtype: str) -> None:
+    """Packed KV of 4 bits, and indices, are `uint8`. Lossy codecs refuse such planes."""
+    layout = BlockLayout.plain(2, LAYOUT.groups[0].parts, dtype, 128)
+    fields = (("model", "m"), ("codec", namespace_value("auto", 0.0)))
+    counters = Counters()
+    draw = np.random.default_rng(0)
+    store = open_blocks(
+        parse_sources(f"{tmp_path.as_uri()}?bandwidth=200KB/s"),
+        [Namespace(fields)],
+        layout,
+        codec="auto",
+        depth=2,
+        counters=counters,
+    )
+    for number in range(4):
+        key = BlockKey(bytes([number]) * 32)
+        block = draw.integers(60, 64, layout.block_bytes, dtype=np.uint8).tobytes()
+        assert await store.put(key, memoryview(block))
+        out = bytearray(layout.block_bytes)
+        await store.get_into(key, memoryview(out))
+        assert out == block
+    await store.close()
+    assert counters.snapshot()["encoded_blocks", "zstd"] > 0
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_auto_codec_number_that_is_not_finite_is_no_error_of_zstd(number: float) -> None:
+    numbers = np.zeros(LAYOUT.block_bytes // 2)
+    numbers[0] = number
+    block = as_bytes(numbers, "bfloat16")
+    assert encoded(encoder(0.0, 50 * MB), block) == ("zstd", block)
