@@ -248,6 +248,39 @@ def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block() -> None:
 
 
 @cores()
+@pytest.mark.parametrize("steps", [(60,), (32, 60), (32, 64, 92), (32, 52, 60)])
+def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block_in_each_step(
+    core: str, steps: tuple[int, ...]
+) -> None:
+    """SGLang's states are half a block apart, as with its kernels and the default block."""
+    side = HybridTree(KINDS["state-extra-buffer"], core, block=2 * BLOCK)
+    req = side.start([*range(100)])
+    for stop in steps:
+        req.extend_end = stop
+        side.tree.track_end(req)
+        assert side.compute(req, stop)
+    assert side.save(req, steps[-1] - steps[-1] % side.block)
+
+
+@cores()
+def test_radix_ends_extra_buffer_keeps_the_state_where_prompts_diverge_in_a_later_step(
+    core: str,
+) -> None:
+    side = HybridTree(KINDS["state-extra-buffer"], core, block=2 * BLOCK)
+    shared = [*range(48)]
+    first = side.start([*shared, *range(900, 950)], 98)
+    side.release(first)
+    req = side.start([*shared, *range(800, 850)])
+    assert req.mamba_branching_seqlen == len(shared)
+    for stop in (32, 64, 98):
+        req.extend_end = stop
+        side.tree.track_end(req)
+        assert side.compute(req, stop)
+    side.release(req)
+    assert side.arrive([*shared, *range(700, 720)]).prefix_len == len(shared)
+
+
+@cores()
 @pytest.mark.parametrize("kind", ["window", "window-unequal"])
 @pytest.mark.parametrize("answer", [3, 7, 17, 22])
 def test_radix_ends_last_block_of_an_answer_keeps_its_window(

@@ -448,12 +448,16 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def track_end(self, req: "Req") -> None:
         """With SGLang's extra buffers, have the forward of the scheduled step keep the state at the
-        last block boundary that it reaches."""
+        last block boundary before its end, or before the point where SGLang found the prompt to
+        diverge from others. SGLang sets that point once, and it stays for later steps."""
         if self.ends is None or self.coordinator is None or not self.enable_mamba_extra_buffer:
             return
         keyed = len(req.full_untruncated_fill_ids) - self.coordinator.keys.next_tokens
         last = min(req.extend_end, keyed)
-        stop = min(last, req.mamba_branching_seqlen or last)
+        branch = req.mamba_branching_seqlen or 0
+        if branch > req.extend_end:
+            return
+        stop = min(last, branch if branch > req.prefix_len else last)
         end = stop - stop % self.coordinator.block_tokens
         if end > req.prefix_len:
             req.mamba_branching_seqlen = end
