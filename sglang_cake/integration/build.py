@@ -255,7 +255,7 @@ class CakeService:
         )
         tree.copier = self.copier if self.kv.moves else None
         self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, ends, alone=alone)
-        self.step_costs = _step_costs(ctx, self.loader)
+        self.step_costs = _step_costs(ctx, self.loader, alone=alone)
         # The same for any weights. More ranks compute faster, also where they hold the same KV.
         ranks = {"tp_rank": str(ctx.tp_rank), "tp_size": str(ctx.tp_size)}
         self._cost_key = Namespace(tuple((facts | ranks).items())).digest()
@@ -653,7 +653,7 @@ def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
     return stream if isinstance(stream, torch.cuda.Stream) else None
 
 
-def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
+def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader, *, alone: bool) -> StepCosts:
     on_gpu = _forward_stream(ctx) is not None
     model, graphs = ctx.model_config, resolving_view(ctx.server_args).cuda_graph_config.prefill
     has_graphs = on_gpu and graphs.backend != "disabled"
@@ -667,6 +667,7 @@ def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
         ),
         chunk_tokens=flags.chunk_tokens(resolving_view(ctx.server_args)),
         pipelined=_pipelined(ctx),
+        alone=alone,
     )
 
 

@@ -94,6 +94,7 @@ class StepCosts:
     Args:
         chunk_tokens: the most that a prompt computes in one step.
         pipelined: steps are launched while the one before runs, and `step_launched` times each.
+        alone: no other rank has to decide the same.
 
     Attributes:
         pipelined: as given.
@@ -101,9 +102,16 @@ class StepCosts:
     """
 
     def __init__(
-        self, loader: Loader, prior: PrefillCost, *, chunk_tokens: int, pipelined: bool
+        self,
+        loader: Loader,
+        prior: PrefillCost,
+        *,
+        chunk_tokens: int,
+        pipelined: bool,
+        alone: bool = True,
     ) -> None:
         self._loader = loader
+        self._alone = alone
         self.chunk_tokens = chunk_tokens
         self._fit = PrefillFit(prior)
         self.pipelined = pipelined
@@ -133,11 +141,14 @@ class StepCosts:
 
     def recall(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> None:
         """Start from the costs that an earlier process measured. Those of steps that this process
-        has measured stay, as agreed on by all ranks: only the store is another one."""
+        has measured stay, as agreed on by all ranks: only the store is another one.
+
+        Each rank has measured its own. With several ranks, the prior counts until they agree."""
         self._loader.recall(loads)
         if not self.measured:
             self._fit.recall(prefill)
-            self._agreed = self._agreed._replace(prefill=self._fit.cost)
+            if self._alone:
+                self._agreed = self._agreed._replace(prefill=self._fit.cost)
 
     @property
     def shared(self) -> SharedCosts:

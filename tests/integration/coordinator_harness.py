@@ -139,7 +139,9 @@ class CoordinatorHarness(HeldReads):
             prior=load,
             least_limit_s=60.0,
         )
-        self.step_costs = CountedStepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
+        self.step_costs = CountedStepCosts(
+            loader, prefill, chunk_tokens=chunk, pipelined=False, alone=not ranks
+        )
         self.copier = FaultyCopier(self.kv)
         self.device_slots = DeviceSlots(
             self.kv,

@@ -6,16 +6,17 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from coordinator_harness import BLOCK, NO_MEMORY, CoordinatorHarness, FakeReq, req_of
+from coordinator_harness import BLOCK, NAMESPACE, NO_MEMORY, CoordinatorHarness, FakeReq, req_of
 from faults import Fault
 from polling import until
 
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
-from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 PATIENCE_S = 60.0
 
@@ -412,6 +413,30 @@ def test_ranks_forget_decoding_requests_alike_after_one_failed(ranks: TwoRanks) 
     ranks.both(lambda harness, rank: harness.arrive(other[rank]))
     assert ranks.poll("other") == [None, None]
     assert ranks.live() == [[], []]
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_ranks_have_the_same_slack_after_each_recalled_its_own_costs() -> None:
+    """They agree on costs only while a prompt with keys is live. Before that, prompts without keys
+    are scheduled, and what is predicted then counts for prompts after them."""
+    load, prefill = LoadCost(0.1, 0.3, error=0.0, depth=2), PrefillCost(1e-3, 1e-3, 1e-9, error=0.1)
+    with closing(TwoRanks(mode="auto", load=load, prefill=prefill, slots=4000)) as ranks:
+        for harness, factor in zip(ranks.harnesses, (1.0, 1.3), strict=True):
+            harness.step_costs.recall(replace(prefill, token_s=factor * 1e-3), [None])
+            harness.coordinator.rebase(None, suspended=False)  # not known yet
+        before = [FakeReq("before", array("q", range(10000, 12000))) for _ in ranks.harnesses]
+        ranks.both(lambda harness, rank: harness.arrive(before[rank]))
+        assert ranks.poll("before") == [None, None]
+        reqs = [req_of(40.5, "r") for _ in ranks.harnesses]
+        for harness, req in zip(ranks.harnesses, reqs, strict=True):
+            harness.coordinator.rebase(NAMESPACE, suspended=False)
+            harness.fill(req.origin_input_ids, set(range(4, 40)))
+        ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+        ranks.agree("before", "r")
+        pairs = zip(ranks.harnesses, reqs, strict=True)
+        one, other = (harness.coordinator.queue_entry(req) for harness, req in pairs)  # type: ignore[arg-type]
+        assert one.waits_for_loads
+        assert one == other
 
 
 @pytest.mark.parametrize("other_rank", ["has a record", "failed"])
