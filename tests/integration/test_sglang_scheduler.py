@@ -6,7 +6,9 @@ import math
 import random
 import statistics
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,3 +208,50 @@ def test_sglang_scheduler_stored_prompts_are_at_most_two_steps_behind_computing(
     for auto_s, compute_s in zip(auto, compute, strict=True):
         assert auto_s <= 1.02 * compute_s + 2 * step_s
     assert statistics.mean(auto) <= statistics.mean(compute)
+
+
+def _drops_for_length(server: VirtualSGLang) -> None:
+    server.max_queued_requests = 1000
+
+
+def _is_prefill_server(server: VirtualSGLang) -> None:
+    server.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+
+
+@pytest.mark.parametrize("setting", [_drops_for_length, _is_prefill_server])
+def test_sglang_scheduler_stored_prompt_waits_for_no_prefill_that_cannot_be_interrupted(
+    setting: Callable[[VirtualSGLang], None],
+) -> None:
+    short = Prompt(0.0, array("q", range(1000, 2500)), stored=range(1499 // BLOCK_TOKENS))
+    long = Prompt(0.001, array("q", range(5000, 65000)))
+    took_s = {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_sglang(LLAMA_8B, link_bytes_per_s=25e9, mode=mode) as server:
+            setting(server)
+            server.serve([short, long])
+            took_s[mode] = server.first_token_s
+    assert took_s["auto"]["0"] <= took_s["compute"]["0"]
+    assert took_s["auto"]["1"] <= took_s["compute"]["1"]
+
+
+def test_sglang_scheduler_lookup_lets_no_prefill_that_cannot_be_interrupted_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The later prompt has no keys, so it waits for no lookup, and does not go back."""
+    first = Prompt(0.0, array("q", range(1000, 2500)))
+    later = Prompt(0.0, array("q", range(5000, 65000)))
+    took_s = []
+    for without_keys in ({"0", "1"}, {"1"}):
+        with virtual_sglang(LLAMA_8B, link_bytes_per_s=25e9) as server:
+            keys = server.loop.coordinator.keys
+            chain = keys.chain
+
+            def some(req: Any, chain: Any = chain, none: set[str] = without_keys) -> Any:
+                return None if req.rid in none else chain(req)
+
+            monkeypatch.setattr(keys, "chain", some)
+            server.serve([first, later])
+            took_s.append(server.first_token_s["0"])
+    lookup_s = 0.002
+    assert took_s[1] <= took_s[0] + lookup_s

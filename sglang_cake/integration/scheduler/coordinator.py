@@ -69,6 +69,8 @@ class _Step:
     Attributes:
         passed: prompts that others may pass in it, with the time until their loads are over.
         last_steps: prompts that have their last step in it, with the time until its end.
+        waits: prompts that wait in it for their lookup, or for their loads, with the time until
+            these are over.
         prefills: a prompt computes in it.
         requeued: the prompt that went back to the queue in it.
         waiting_tokens: tokens that are left to compute of the prompts that wait for their loads.
@@ -77,6 +79,7 @@ class _Step:
 
     passed: list[tuple[PromptRecord, float]] = field(default_factory=list)
     last_steps: list[tuple[PromptRecord, float]] = field(default_factory=list)
+    waits: list[tuple[PromptRecord, float]] = field(default_factory=list)
     prefills: bool = False
     requeued: PromptRecord | None = None
     waiting_tokens: int = 0
@@ -467,6 +470,8 @@ class Coordinator:
         ranks, also until they have agreed that all of them have its record."""
         record = self.record(req)
         waits = record is not None and self._awaits_lookup(record)
+        if record is not None and waits:
+            self._step.waits.append((record, 0.0))
         waits |= not self._consensus.alone and req.rid not in self._polled
         self.waiting |= waits
         return waits
@@ -525,10 +530,10 @@ class Coordinator:
         record = self.record(req)
         if record is None or self._config.mode != "auto":
             return None
-        ends_s = [end_s for each, end_s in self._step.passed if self._passes(record, each)]
+        ends_s = [end_s for each, end_s in self._step.passed if self._passes(req, each)]
         for each, end_s in self._step.last_steps:
             # A request that was requeued in this step has lost its place to one of these.
-            if record is self._step.requeued or self._passes(record, each):
+            if record is self._step.requeued or self._passes(req, each):
                 ends_s.append(end_s)
         tokens = self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
@@ -537,6 +542,22 @@ class Coordinator:
             self._prompt_count - 1,
         )
         return None if tokens is None else tokens - tokens % self._page_tokens
+
+    def keeps_device(self, req: "Req") -> bool:
+        """Whether the prefill of a request, which nothing can interrupt, would delay an earlier one
+        that waits in the step being scheduled. The earlier one would need the device before that
+        prefill is over, and would end its own prefill later than without loads. In other modes than
+        `auto` a wait has no end."""
+        if not self._step.waits or self._config.mode != "auto":
+            return False
+        rest = Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids))
+        end_s = self.step_costs.step_end_s + self.step_costs.queue_s(work_of(*rest))
+        return any(
+            end_s > over_s
+            and end_s > self._fcfs.slack_s(each.rid, self.step_costs.queue_s(each.device_work))
+            for each, over_s in self._step.waits
+            if self._passes(req, each)
+        )
 
     def held_back(self) -> None:
         """A request has no part in the step being scheduled, since it would pass others. They may
@@ -552,6 +573,7 @@ class Coordinator:
         if record is None or not record.queue.waits or req.prefix_len > record.meet.front:
             return False
         self._step.waiting_tokens += record.rest.tokens
+        self._step.waits.append((record, self.step_costs.rest_of_loads_s(record)))
         return True
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
@@ -569,8 +591,9 @@ class Coordinator:
         step = self._next_step(record, chunk_tokens, costs)
         if step.wait:
             self.waiting = True
-            wait_s = min(step.wait_s, self.step_costs.rest_of_loads_s(record))
-            self.loads_over_in_s = min(self.loads_over_in_s, wait_s)
+            over_s = self.step_costs.rest_of_loads_s(record)
+            self._step.waits.append((record, over_s))
+            self.loads_over_in_s = min(self.loads_over_in_s, step.wait_s, over_s)
             record.queue.prefill_due |= self._step.waiting_tokens < chunk_tokens
             self._step.waiting_tokens += record.rest.tokens
         record.planned(step, chunk_tokens, costs)
@@ -888,7 +911,7 @@ class Coordinator:
                     works = (
                         work
                         for other, work in before
-                        if other is None or not self._passes(other, record)
+                        if other is None or not self._passes(other.req, record)
                     )
                     counted = sum(works, StepWork())
                 loads = self.step_costs.is_worth_loading(record, self._config.mode, counted)
@@ -906,11 +929,13 @@ class Coordinator:
             before.append((record, record.device_work))
             ahead += before[-1][1]
 
-    def _passes(self, other: PromptRecord, record: PromptRecord) -> bool:
+    def _passes(self, other: "Req", record: PromptRecord) -> bool:
         """Whether `other` came later, and is served before `record` only while that is loaded."""
-        other_tenant = self.fair and other.facts.tenant != record.facts.tenant
-        same_level = self._level(other.req) == self._level(record.req) or record.queue.prefill_due
-        return other.arrival > record.arrival and same_level and not other_tenant
+        prompt = self.record(other) or self._without_keys.get(other.rid)
+        if prompt is None or (self.fair and tenant_of(other) != record.facts.tenant):
+            return False
+        same_level = self._level(other) == self._level(record.req) or record.queue.prefill_due
+        return prompt.arrival > record.arrival and same_level
 
     def _schedule_fcfs(self, ready: Sequence[str], *, went_on: bool) -> None:
         """What a server that computes all prompts would do by now.

@@ -337,7 +337,7 @@ class CakePrefillAdder(PrefillAdder):
             recorded = coordinator.record(req) is not None
             if self._waiting >= _PLANNED and tree.runahead is None and coordinator.waits_still(req):
                 return Skip(AddReqResult.CONTINUE)
-            if (most := self._passing_tokens(req)) == 0:
+            if (most := self._passing_tokens(req)) == 0 or self._keeps_device(req):
                 coordinator.held_back()
                 # A request after it could become the chunked request, and have the device to the
                 # end of its prefill.
@@ -388,6 +388,20 @@ class CakePrefillAdder(PrefillAdder):
         if tokens and (self.rem_chunk_tokens is None or self._scheduler.truncation_align_size):
             return None  # it has no chunks, or chunks of one length
         return tokens
+
+    def _keeps_device(self, req: "Req") -> bool:
+        """Whether a waiting request would become a chunked one that cannot go back, and delay an
+        earlier one that waits."""
+        tree, coordinator = self._cake()
+        if coordinator is None or tree.runahead is not None:
+            return False
+        total = len(req.origin_input_ids) + len(req.output_ids)
+        if total - req.prefix_len <= self._step_tokens:
+            return False
+        interruptible = queue_order.may_requeue(req, coordinator) and others_fit(
+            self._scheduler, self.running_batch, req
+        )
+        return not interruptible and coordinator.keeps_device(req)
 
     def _has_memory_for(self, req: "Req") -> bool:
         """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
@@ -531,7 +545,7 @@ class CakePrefillAdder(PrefillAdder):
             return False
         chunked = self._scheduler.chunked_req is not None or self.new_chunked_req is not None
         most = self._passing_tokens(req)
-        if most == 0 or (chunked and most is not None):
+        if most == 0 or (chunked and most is not None) or self._keeps_device(req):
             return True
         return coordinator.awaits_lookup(req) or coordinator.would_wait(
             req, self._step_tokens, whole=chunked
