@@ -30,6 +30,8 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.eviction.policy import Usage
 from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
 from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.file.index import MAX_PUT_ASIDE
+from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.scan import STALE_S
 from sglang_cake.testing.store_contract import key_of
 
@@ -97,6 +99,30 @@ def test_file_index_reservation_of_a_lost_index_changes_no_other(tmp_path, ends)
                 else:
                     anew.drop(reservation)
                 assert anew.stored(0, 10) == [theirs]
+
+
+def test_index_damage_that_several_instances_find_is_set_aside_once(tmp_path, caplog):
+    """As ranks that make the same lookup at the same moment."""
+    with contextlib.ExitStack() as ends:
+        folders = [
+            ends.enter_context(contextlib.closing(opened(tmp_path)))
+            for _ in range(MAX_PUT_ASIDE + 1)
+        ]
+        put(folders[0], "a")
+        held = open_private(tmp_path / "index.lock")
+        assert lock(held, fcntl.LOCK_EX)  # so that none rebuilds it before all have found it
+        with contextlib.closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
+            index.execute("UPDATE blocks SET uses = 'often'")
+        for folder in folders:
+            with pytest.raises(StoreUnavailable, match="makes no sense"):
+                list(folder.list_blocks(DIGEST))
+        os.close(held)
+        for number, folder in enumerate(folders):
+            until(functools.partial(is_open, folder), "the index is open")
+            assert put(folder, number)
+            assert there(folder, ["a", number]) == ["a", number]
+    assert [path.name for path in tmp_path.glob("*damaged*")] == ["index.db.damaged-1"]
+    assert caplog.text.count("beginning anew") == 1
 
 
 def usage():

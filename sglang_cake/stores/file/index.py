@@ -366,14 +366,18 @@ class IndexReader:
 
 
 class BlockIndex(IndexReader):
-    """The open index. One connection writes, another one reads."""
+    """The open index. One connection writes, another one reads.
+
+    Attributes:
+        file: status of the file when it was opened, which tells it from others of its name.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file, or make it. Raises: sqlite3.Error; OSError."""
         make_private(path)
         with readable_errors():
             super().__init__(path)
-            self.inode = path.stat().st_ino
+            self.file = path.stat()
             self._write_lock = threading.Lock()
             self._writer = self._connect()
             try:  # in one transaction: a part of the tables would look like another program's

@@ -77,7 +77,7 @@ class IndexSupervisor:
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
         self._complained = ""
-        self._damaged = False
+        self._damaged: os.stat_result | None = None  # the file in which damage was found during use
         self._has_checked_sums = False
         self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
@@ -105,7 +105,7 @@ class IndexSupervisor:
             if code == sqlite3.SQLITE_FULL:
                 raise StoreFull(f"{self._root}: index: {error}") from error
             if code != sqlite3.SQLITE_BUSY:
-                self._damaged |= _is_damage(error, self._path)
+                self._note_damage(error, index)
                 self._drop_index(index)
             raise StoreUnavailable(f"{self._root}: index: {error}") from error
 
@@ -187,10 +187,18 @@ class IndexSupervisor:
 
     def _is_current(self, index: BlockIndex) -> bool:
         """Whether the file is the open one: another process may have replaced a damaged index."""
+        return self._is_there(index.file)
+
+    def _is_there(self, file: os.stat_result) -> bool:
+        """Whether the file of the index is this one, and no other that has its name now."""
         try:
-            return os.stat(self._path).st_ino == index.inode
+            return os.path.samestat(os.stat(self._path), file)
         except OSError:
             return False
+
+    def _note_damage(self, error: BaseException, index: BlockIndex) -> None:
+        if _is_damage(error, self._path):
+            self._damaged = index.file
 
     def _drop_index(self, index: BlockIndex | None) -> None:
         if index is not None and index is self._index:
@@ -205,7 +213,6 @@ class IndexSupervisor:
             try:
                 self._tick()
             except (sqlite3.Error, OSError, StoreUnavailable, StoreFull) as error:
-                self._damaged |= _is_damage(error, self._path)
                 self._complain(error)
                 self._closing.wait(TICK_S)  # also with pending calls: a broken disk needs a pause
             except Exception:  # a bug; the thread must go on, or nothing could be written
@@ -294,12 +301,13 @@ class IndexSupervisor:
                 self._release_lead()
                 if self._may_lead:
                     self._lead = open_private(self._root / EVICTION_LOCK)
-            except BaseException:
+                self._evictor.restart(index, leads=self._try_to_lead())
+            except BaseException as error:
+                self._note_damage(error, index)
                 index.close()
                 raise
         finally:
             os.close(held)
-        self._evictor.restart(index, leads=self._try_to_lead())
         self._has_checked_sums = False
         self._index = index
         self._opened.set()
@@ -321,7 +329,11 @@ class IndexSupervisor:
     def _open_undamaged(self) -> BlockIndex:
         path = self._path
         try:
-            if self._damaged:
+            # Several processes may find the same damage. The first one of them renames the file and
+            # makes a new one, which the others keep. The new file has another inode, since the
+            # renamed one exists. If an administrator removes that file, and later another index
+            # gets its inode, that index is set aside too, and rebuilt.
+            if self._damaged is not None and self._is_there(self._damaged):
                 raise DamagedIndexError("found during use")
             index = BlockIndex(path)
             index.check()
@@ -336,7 +348,7 @@ class IndexSupervisor:
                 aside.name,
             )
             index = BlockIndex(path)
-        self._damaged = False
+        self._damaged = None
         return index
 
     def _rebuild(self, index: BlockIndex) -> None:
@@ -400,7 +412,7 @@ def _unless_full() -> Iterator[None]:
             raise
 
 
-def _is_damage(error: Exception, path: Path) -> bool:
+def _is_damage(error: BaseException, path: Path) -> bool:
     """Whether the index at `path` can be used no more. SQLite also takes a file for read-only if
     the version in its header is not one of its own."""
     code = getattr(error, "sqlite_errorcode", None)
