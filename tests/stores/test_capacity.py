@@ -28,7 +28,7 @@ from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE
-from sglang_cake.stores.file.disk import Amount, FreeSpace
+from sglang_cake.stores.file.disk import REFUSED_S, Amount, FreeSpace
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S
@@ -39,6 +39,7 @@ from sglang_cake.testing.store_contract import block_of, key_of, read
 CAPACITY_BYTES = 16 << 20
 STORED_BYTES = FRAME.framed_bytes  # 260 KiB, a multiple of 4 KiB
 DIGEST = FRAME.digest
+LAST_PAUSE_S = 60.0  # the longest one after failed writes
 NOW = threading.Event()  # never set: nothing is given up
 FILLED = {name: block_of(name, killed_writers.LAYOUT) for name in killed_writers.FILL}
 
@@ -228,6 +229,84 @@ def test_block_folder_disk_filled_by_others_evicts_what_is_missing_once(tmp_path
     with contextlib.closing(opened(tmp_path, **options)) as folder:
         put_together(folder, monkeypatch, 4, FreeSpace, "take")
         assert folder.evictions().evicted_blocks == 20 + 4
+
+
+class Quota:
+    """A limit on the files of blocks of which the file system does not tell, as for one user.
+
+    Attributes:
+        refused: writes beyond it.
+    """
+
+    def __init__(self, root, monkeypatch, most_blocks):
+        self.root, self.most_blocks, self.refused = root, most_blocks, 0
+        self._writev = os.writev
+        monkeypatch.setattr(os, "writev", self._write)
+
+    def _write(self, fd, views):
+        blocks = sum(len(path.name) == 64 for path in files_below(self.root))
+        if blocks < self.most_blocks:
+            return self._writev(fd, views)
+        self.refused += 1
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def fill(disk, folders, names):
+    """Puts blocks into the folders in turn; each pause after a failed write is over at once.
+
+    Returns the names of the blocks that were stored.
+    """
+    stored = []
+    for name, folder in zip(names, itertools.cycle(folders), strict=False):
+        try:
+            assert put(folder, name)
+        except StoreFull:
+            disk.now_s += LAST_PAUSE_S
+        else:
+            stored.append(name)
+    return stored
+
+
+def test_block_folder_beyond_a_quota_of_the_disk_evicts_the_oldest_blocks(tmp_path, monkeypatch):
+    disk, quota = Disk(monkeypatch), Quota(tmp_path, monkeypatch, 10)
+    options = {"capacity_bytes": None, "reads_count": False, "clock": disk.clock}
+    with contextlib.closing(opened(tmp_path, **options)) as folder:
+        stored = fill(disk, [folder], range(40))
+        assert there(folder, range(40)) == stored[-10:]
+        assert (len(stored), quota.refused) == (39, 1)
+        assert folder.evictions().evicted_blocks == 29
+        quota.most_blocks = 20
+        disk.now_s += REFUSED_S
+        assert fill(disk, [folder], range(100, 110)) == list(range(100, 110))
+        assert folder.evictions().evicted_blocks == 29
+    assert quota.refused == 1
+
+
+def test_block_folder_beyond_a_quota_several_instances_evict_what_they_put(tmp_path, monkeypatch):
+    disk, quota = Disk(monkeypatch), Quota(tmp_path, monkeypatch, 20)
+    options = {"capacity_bytes": None, "reads_count": False, "clock": disk.clock}
+    with contextlib.ExitStack() as ends:
+        folders = [
+            ends.enter_context(contextlib.closing(opened(tmp_path, **options))) for _ in range(4)
+        ]
+        stored = fill(disk, folders, range(100))
+        evicted = sum(folder.evictions().evicted_blocks for folder in folders)
+        assert quota.refused <= len(folders)  # each has learned of it
+        assert len(stored) == 100 - quota.refused
+        assert 20 - quota.refused <= len(stored) - evicted <= 20
+        assert len(there(folders[0], range(100))) == len(stored) - evicted
+
+
+def test_block_folder_on_a_disk_that_takes_no_block_evicts_one_for_each_try(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    options = {"capacity_bytes": None, "reads_count": False, "clock": disk.clock}
+    with contextlib.closing(opened(tmp_path, **options)) as folder:
+        for name in range(10):
+            put(folder, name)
+        Quota(tmp_path, monkeypatch, 0)
+        assert fill(disk, [folder], range(100, 105)) == []
+        assert folder.evictions().evicted_blocks == 4  # the first try was to show it
+        assert there(folder, range(10)) == list(range(4, 10))
 
 
 def test_block_folder_on_a_disk_without_any_room_makes_some_for_its_index(tmp_path):

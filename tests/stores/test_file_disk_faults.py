@@ -28,7 +28,7 @@ from system_calls import Disk, failing
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
+from sglang_cake.stores.file.disk import FRESH_S, REFUSED_S, Amount, FreeSpace
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
@@ -71,8 +71,11 @@ async def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monke
         tried += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async with opened_store(tmp_path, clock=lambda: now_s) as store:
+    opening = opened_store(tmp_path, clock=lambda: now_s)
+    async with opening as store, contextlib.AsyncExitStack() as ends:
         await put_a(store)
+        other = ends.enter_context(contextlib.closing(BlockFolder(FolderSettings(tmp_path))))
+        ends.enter_context(other.reading(NAMESPACE.digest(), A))  # so that it is not evicted
 
         async def fails(rest_s):
             nonlocal now_s
@@ -246,6 +249,27 @@ def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monke
     disk.f_bavail, now = 41, FRESH_S
     assert not free_space.take(1)
     assert disk.asked == [tmp_path] * 2
+
+
+def test_free_space_of_a_disk_that_refused_a_block_is_what_was_freed_since(tmp_path, monkeypatch):
+    now, disk = 0.0, Disk(monkeypatch)
+    free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
+    assert not free_space.take(30)
+    free_space.refused()
+    assert not free_space.missing()  # nothing is evicted without a put
+    assert free_space.take(30).bytes == 30
+    free_space.freed(Amount(50))
+    assert [free_space.take(n).bytes for n in (30, 30, 20)] == [0, 10, 0]
+    free_space.freed(Amount())  # there is nothing to evict
+    assert not free_space.take(30)
+    free_space.refused()
+    disk.f_bavail, now = 39, FRESH_S  # the file system tells of the limit
+    assert free_space.missing().bytes == 1
+    disk.f_bavail, now = 1000, 2 * FRESH_S
+    assert not free_space.take(30)
+    free_space.refused()
+    now += REFUSED_S
+    assert not free_space.take(30)
 
 
 async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):

@@ -98,7 +98,7 @@ class BlockFolder:
         """
         if self.descriptions.check(digest, fields):
             return
-        with os_errors(self._root, self._backoff), self.supervisor.open() as index:
+        with os_errors(self._root, self._write_failed), self.supervisor.open() as index:
             own_bytes = self.descriptions.own_bytes(digest)
             self.descriptions.remove_unused(index, keep=MOST_UNUSED - 1)
             self._evict_until(
@@ -191,7 +191,7 @@ class BlockFolder:
         self._backoff.check()
         now_s = time.time()
         access = self._accesses.access_for_put(digest, key, now_s)
-        with os_errors(self._root, self._backoff):
+        with os_errors(self._root, self._write_failed):
             stored_bytes = on_disk_bytes(self._root, framed_bytes)
             usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
             row = None
@@ -215,7 +215,7 @@ class BlockFolder:
     def disk_errors(self) -> AbstractContextManager[None]:
         """A context for writes to a file of `writing`, if their errors do not reach that: it turns
         them into StoreFull or StoreUnavailable, and writing pauses."""
-        return os_errors(self._root, self._backoff)
+        return os_errors(self._root, self._write_failed)
 
     def delete(self, digest: Digest, key: BlockKey) -> None:
         """Remove one block. Raises: StoreUnavailable."""
@@ -313,6 +313,11 @@ class BlockFolder:
 
     # ---- space and index ----
 
+    def _write_failed(self, failure: StoreError) -> None:
+        self._backoff.failed(failure)
+        if isinstance(failure, StoreFull):
+            self.evictor.space.refused()
+
     def _reserve(self, digest: Digest, key: BlockKey, usage: Usage) -> IndexedBlock | None:
         """Reserve space for a block, and evict others if needed; None if the block is there.
 
@@ -359,12 +364,14 @@ class BlockFolder:
             return
         until_s = self._clock() + MAKE_ROOM_S
         with self._evicting:
+            has_more = True
             while wanted := missing():
+                if not has_more:
+                    raise StoreFull(f"{self._root}: {full}")
                 if self._clock() >= until_s:
                     raise StoreFull(f"{self._root}: more must be evicted than a put waits for")
                 self.supervisor.flush(index)
-                if not self.evictor.free(index, wanted):
-                    raise StoreFull(f"{self._root}: {full}")
+                has_more = bool(self.evictor.free(index, wanted))
 
     def _commit(self, row: IndexedBlock, file: NewFile) -> None:
         """Mark the block as stored, or remove its file. Raises: StoreUnavailable; OSError."""

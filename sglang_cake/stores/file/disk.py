@@ -45,6 +45,8 @@ def file_system_type(folder: Path) -> int:
 
 
 FRESH_S = 1.0  # time for which an answer of the file system is used
+REFUSED_S = 600.0  # longer than a pause of writing, so that eviction precedes each further try
+_UNLIMITED = 1 << 62
 FILES_PER_BLOCK = 3  # inodes: the block, and at most two new folders
 FOLDER_BYTES = 4096  # of an almost empty folder on the disk
 ENTRY_BYTES = 256  # of a name in its folder: 105 to 150 measured on ext4
@@ -82,6 +84,11 @@ class FreeSpace:
     """Keeps `min_free_bytes` of a file system free, and the same share of its inodes. Thread-safe.
 
     Inodes are ignored where their number is not fixed.
+
+    A disk may refuse blocks although the file system tells of free space, as beyond the quota of a
+    user. For REFUSED_S after that, blocks of this process take only space that it has freed. So it
+    evicts what its puts need, and nothing without a put. Each further process learns of the limit
+    by a refused block of its own.
     """
 
     def __init__(
@@ -95,6 +102,8 @@ class FreeSpace:
         self._asked_s: float | None = None
         self._usable_bytes = 0
         self._usable_files = 0
+        self._refused_s = 0.0
+        self._freed_bytes = _UNLIMITED  # since a block was refused, and not taken yet
 
     def take(self, size_bytes: int) -> Amount:
         """Take the space for a block of `size_bytes`; returns the missing space, or zero.
@@ -107,6 +116,7 @@ class FreeSpace:
             missing = self._missing(size_bytes, FILES_PER_BLOCK)
             if not missing:
                 self._usable_bytes -= size_bytes
+                self._freed_bytes -= size_bytes
                 self._usable_files -= FILES_PER_BLOCK
             return missing
 
@@ -116,17 +126,30 @@ class FreeSpace:
             return self._missing(0, 0)
 
     def freed(self, amount: Amount) -> None:
-        """Add space that was freed since the file system was asked."""
+        """Add space that was freed since the file system was asked; zero: there is no more."""
         with self._lock:
             self._usable_bytes += amount.bytes
             self._usable_files += amount.files
+            self._freed_bytes += amount.bytes
+            if not amount:  # only a write can show whether the disk has room now
+                self._freed_bytes = _UNLIMITED
+
+    def refused(self) -> None:
+        """The disk refused a block: it was full, or a quota of it was used up."""
+        with self._lock:
+            self._refused_s = self._clock()
+            self._freed_bytes = 0
 
     def _missing(self, size_bytes: int, files: int) -> Amount:
         now_s = self._clock()
         if self._asked_s is None or now_s - self._asked_s >= FRESH_S:
             self._refresh()
             self._asked_s = now_s
-        return Amount(max(0, size_bytes - self._usable_bytes), max(0, files - self._usable_files))
+        # A limit of which the file system tells needs no other rule.
+        if self._usable_bytes < 0 or now_s - self._refused_s >= REFUSED_S:
+            self._freed_bytes = _UNLIMITED
+        room_bytes = min(self._usable_bytes, self._freed_bytes)
+        return Amount(max(0, size_bytes - room_bytes), max(0, files - self._usable_files))
 
     def _refresh(self) -> None:
         stat = os.statvfs(self._folder)
@@ -135,7 +158,7 @@ class FreeSpace:
             share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
             self._usable_files = stat.f_favail - int(stat.f_files * share)
         else:  # created on demand, as by btrfs
-            self._usable_files = 1 << 62
+            self._usable_files = _UNLIMITED
 
 
 class WriteBackoff:
@@ -168,17 +191,17 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 @contextlib.contextmanager
-def os_errors(root: Path, backoff: WriteBackoff | None = None) -> Iterator[None]:
+def os_errors(root: Path, failed: Callable[[StoreError], None] | None = None) -> Iterator[None]:
     """A context that turns OSError into StoreFull or StoreUnavailable, with the name of the store.
 
     Args:
-        backoff: errors of the disk are reported there.
+        failed: called with errors of the disk.
     """
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         failure = (StoreFull if full else StoreUnavailable)(f"{root}: {error}")
-        if backoff is not None and error.errno in _DISK_ERRORS:
-            backoff.failed(failure)
+        if failed is not None and error.errno in _DISK_ERRORS:
+            failed(failure)
         raise failure from error

@@ -150,8 +150,8 @@ class Evictor:
             with self.lock:
                 step = Amount(FREE_AT_ONCE.bytes)
                 freed = self._evict_first(index, step, only_over_quota=True)
-            self.space.freed(freed)
             if freed:
+                self.space.freed(freed)
                 return freed
         wanted = self.ahead(index)
         return self.free(index, wanted) if wanted else Amount()
