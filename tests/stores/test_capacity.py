@@ -23,11 +23,17 @@ from system_calls import Disk, Held, failing, unlink_failing
 from test_crash import SINCE, KilledWriters
 from test_file_disk_faults import mounted
 
-from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE
+from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE, MOST_UNREADABLE, UNREADABLE_S
 from sglang_cake.stores.file.disk import REFUSED_S, Amount, FreeSpace
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
@@ -578,6 +584,25 @@ def test_block_folder_corrupt_old_file_leaves_its_replacement_in_place(folder):
     with pytest.raises(BlockCorrupt):
         read_slowly()
     get(folder, 0)
+
+
+def test_block_folder_remembers_read_errors_of_a_bounded_number_of_blocks(tmp_path):
+    now_s = 0.0
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None, clock=lambda: now_s)) as folder:
+        for name in range(MOST_UNREADABLE + 2):
+            put(folder, name)
+
+        def fails(name):
+            with pytest.raises(StoreError) as error, folder.reading(DIGEST, key_of(name)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return type(error.value)
+
+        names = range(MOST_UNREADABLE + 1)
+        assert {fails(name) for name in names} == {StoreUnavailable}
+        now_s += UNREADABLE_S
+        get(folder, MOST_UNREADABLE + 1)
+        assert fails(1) is BlockCorrupt
+        assert fails(0) is StoreUnavailable  # its first error is forgotten
 
 
 # ---- the index is lost, damaged, or of another program ----

@@ -26,8 +26,14 @@ from polling import async_answer, async_until
 from system_calls import Disk, failing
 
 from sglang_cake.codecs.frame import HEADER_BYTES
-from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
-from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, REFUSED_S, Amount, FreeSpace
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
@@ -133,6 +139,56 @@ async def test_file_store_read_error_is_unavailable_and_keeps_the_file(tmp_path,
             with pytest.raises(StoreUnavailable):
                 await read_a(store)
         assert await read_a(store) == block_of("a")
+
+
+async def test_file_store_block_with_read_errors_is_set_aside_if_others_are_read(
+    tmp_path, monkeypatch
+):
+    now_s, preadv = 0.0, os.preadv
+    async with opened_store(tmp_path, clock=lambda: now_s) as store:
+        await put_a(store)
+        await store.put(B, block_of("b"))
+        damaged = path_of(tmp_path, A).stat()
+
+        def fail_for_one(fd, *args):
+            if os.path.samestat(os.fstat(fd), damaged):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return preadv(fd, *args)
+
+        async def fails_for_now():
+            with pytest.raises(StoreUnavailable):
+                await read_a(store)
+            assert await store.contains([A]) == [True]
+
+        monkeypatch.setattr(os, "preadv", fail_for_one)
+        assert await read(store, B) == block_of("b")
+        await fails_for_now()
+        now_s += UNREADABLE_S
+        await fails_for_now()  # as of a disk that answers nothing since
+        assert await read(store, B) == block_of("b")
+        with pytest.raises(BlockCorrupt, match="again: Input/output error"):
+            await read_a(store)
+        assert await store.contains([A, B]) == [False, True]
+        await put_a(store)
+        assert await read_a(store) == block_of("a")
+
+
+async def test_file_store_read_error_of_a_moment_keeps_all_blocks(tmp_path, monkeypatch):
+    """Blocks in the page cache are read meanwhile."""
+    now_s = 0.0
+    async with opened_store(tmp_path, clock=lambda: now_s) as store:
+        await put_a(store)
+        await store.put(B, block_of("b"))
+        for _ in range(3):
+            now_s += UNREADABLE_S - 1
+            for _ in range(2):
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "preadv", failing(errno.EIO))
+                    with pytest.raises(StoreUnavailable):
+                        await read_a(store)
+                now_s += 0.5
+                assert await read(store, B) == block_of("b")
+            assert await read_a(store) == block_of("a")
 
 
 async def test_file_store_mount_point_without_its_disk_stays_empty(tmp_path, monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """The blocks of all namespaces below one root. Blocking and thread-safe, for threads of a pool."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import math
@@ -47,6 +48,10 @@ LIST_AT_ONCE = 1000  # blocks in one query of a listing
 MAKE_ROOM_S = 1.0
 MOST_UNUSED = 64  # namespaces that are described and have no blocks
 MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
+MOST_UNREADABLE = 64  # blocks of which an I/O error is remembered
+# Time after which a further I/O error of a block shows that it is damaged. A disk that fails for a
+# shorter time loses no block.
+UNREADABLE_S = 60.0
 
 
 class BlockFolder:
@@ -69,8 +74,8 @@ class BlockFolder:
         """Open the folder, and make it if it is absent. Blocks on the disk for a moment.
 
         Args:
-            clock: seconds, monotonic; for pauses after failed writes, for free space, and for the
-                time of a put's evictions.
+            clock: seconds, monotonic; for pauses after failed writes, for I/O errors of reads, for
+                free space, and for the time of a put's evictions.
 
         Raises: StoreUnavailable.
         """
@@ -85,6 +90,8 @@ class BlockFolder:
         self._counting = threading.Lock()
         self._evicting = threading.Lock()  # two threads would free the same missing space twice
         self._logged_s = -math.inf  # time of the last line about a corrupt block
+        self._unreadable: dict[tuple[Digest, BlockKey], float] = {}  # times of first I/O errors
+        self._read_s = -math.inf  # time of the last read without an error
         self.corrupt_blocks = 0
         self.evictor = Evictor(settings, self._accesses.restore, clock)
         self.supervisor = IndexSupervisor(settings, self.evictor, self.descriptions)
@@ -145,7 +152,8 @@ class BlockFolder:
         """A context with the descriptor of the block's file, which is not evicted meanwhile, and
         the size of the file in bytes.
 
-        If the caller raises BlockCorrupt inside, the file is set aside.
+        If the caller raises BlockCorrupt inside, the file is set aside. So it is after an I/O error
+        (EIO), if the block had one UNREADABLE_S before, and other blocks were read since.
 
         Args:
             counts: the read is an access, for eviction, unless those of this process never are.
@@ -165,7 +173,15 @@ class BlockFolder:
                     raise BlockCorrupt("not a file, or a link")
                 if not nofollow.lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
-                yield fd, status.st_size
+                try:
+                    yield fd, status.st_size
+                except OSError as error:
+                    if error.errno == errno.EIO and self._stays_unreadable((digest, key)):
+                        raise BlockCorrupt(f"again: {error.strerror}") from None
+                    raise
+                with self._counting:
+                    self._unreadable.pop((digest, key), None)
+                    self._read_s = self._clock()
                 if counts and not self._accesses.is_announced(digest, key, time.time()):
                     self.supervisor.was_read(digest, key, counts=not self._accesses.has_reports)
             except BlockCorrupt as error:
@@ -400,6 +416,18 @@ class BlockFolder:
     def _forget_in(self, index: BlockIndex, digest: Digest, key: BlockKey) -> bool:
         """Remove the row of a block if its file is gone; whether that was done."""
         return index.forget(digest, key, lambda: self._is_gone(digest, key))
+
+    def _stays_unreadable(self, block: tuple[Digest, BlockKey]) -> bool:
+        """Record an I/O error of a block; whether the block is at fault, and not the whole disk."""
+        now_s = self._clock()
+        with self._counting:
+            first_s = self._unreadable.setdefault(block, now_s)
+            if first_s < self._read_s and now_s - first_s >= UNREADABLE_S:
+                del self._unreadable[block]
+                return True
+            if len(self._unreadable) > MOST_UNREADABLE:
+                del self._unreadable[next(iter(self._unreadable))]
+        return False
 
     def _set_aside(
         self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
