@@ -367,7 +367,8 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
     hidden = int(config["hidden_size"])
     experts = _first_of(config, _EXPERT_FIELDS)
     if not experts:
-        dense = layers * 3 * hidden * int(config["intermediate_size"])
+        widths = _list(config["intermediate_size"])  # one, or that of each layer (Gemma 3n)
+        dense = 3 * hidden * (sum(widths) if len(widths) > 1 else layers * widths[0])
         return dense, dense
     # Those of text tokens. ERNIE VL has others, narrower ones, for images.
     width, *others = _list(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -396,7 +397,7 @@ def _first_of(config: Config, names: Sequence[str]) -> int:
 
 
 def _list(value: Any) -> list[int]:
-    """The value of a field that is a list, text first, in some multimodal models."""
+    """The value of a field that is a list in some models. Of multimodal ones, text comes first."""
     return [int(each) for each in (value if isinstance(value, list) else [value])]
 
 

@@ -224,6 +224,13 @@ def test_shape_end_blocks_of_a_rank_shrink_with_the_ranks_that_share_states() ->
     assert [qwen.end_blocks(gpus, 128) for gpus in (1, 2, 8)] == [49, 49, 13]
 
 
+def test_shape_mlp_widths_by_layer_count_as_their_sum() -> None:
+    layers, width = int(LLAMA_4["num_hidden_layers"]), int(LLAMA_4["intermediate_size"])
+    widths = [width - 64, width + 64] * (layers // 2)
+    by_layer = shape_of({**LLAMA_4, "intermediate_size": widths})
+    assert by_layer == shape_of(LLAMA_4)
+
+
 def test_shape_mixture_uses_few_experts_and_holds_all() -> None:
     mixed = shape_of({**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2})
     assert mixed.has_experts
