@@ -162,6 +162,18 @@ def test_block_folder_read_announced_by_a_request_is_recorded_once(tmp_path, mon
     assert waiting(folder)[-1] == (keys("one", 1)[0], 0)
 
 
+def test_block_folder_read_announced_by_a_client_that_may_only_read_is_recorded_once(tmp_path):
+    folder = opened(tmp_path)
+    store(folder, "one", 2)
+    folder.supervisor.close()  # nobody writes down what is waiting
+    folder.on_access(DIGEST, keys("one", 2), RequestFacts("one", 1000), may_write=False)
+    told = waiting(folder)
+    assert told == [(key, 1) for key in reversed(keys("one", 2))]
+    assert [touch.context for touch in folder.supervisor.pending] == [None, None]
+    get(folder, ("one", 1))
+    assert waiting(folder) == told
+
+
 def test_block_folder_list_blocks_gives_the_time_of_the_last_use(tmp_path, monkeypatch):
     now_s = 2e9
     monkeypatch.setattr("time.time", lambda: now_s)

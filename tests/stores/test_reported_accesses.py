@@ -165,6 +165,20 @@ def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
         assert left.count(2) == 5
 
 
+def test_block_folder_report_of_a_client_that_may_only_read_changes_no_report_of_others(tmp_path):
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        folder.on_access(DIGEST, keys(0, 1), FACTS)
+        folder.on_access(DIGEST, keys(0, 1), RequestFacts("r2", 9, "x", 8), may_write=False)
+        folder.on_access(DIGEST, keys(0, 1, 2), RequestFacts("r3", 9, "x", 8), may_write=False)
+        folder.on_access(DIGEST, keys(2), FACTS, may_write=False)
+        put(folder, 0)
+        folder.on_access(DIGEST, keys(0, 1, 2), RequestFacts("r3", 1500, "chat", 7))
+        put(folder, 2)
+        first, third = booked(folder, (0, 2))
+        assert first.context == AccessContext("chat", 2, 0, 3, 7)
+        assert third.context == AccessContext("chat", 2, 2, 3, 7)
+
+
 @given(told=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=20))
 def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
     reported, longest = ReportedAccesses(), {}

@@ -87,6 +87,9 @@ class BlockFolder:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.descriptions = NamespaceDescriptions(root)
         self._accesses = ReportedAccesses()
+        # Of clients that may only read. Apart, so that they change neither the context of a block
+        # nor the turns and ids of other requests.
+        self._reader_accesses = ReportedAccesses()
         self._counting = threading.Lock()
         self._evicting = threading.Lock()  # two threads would free the same missing space twice
         self._logged_s = -math.inf  # time of the last line about a corrupt block
@@ -139,11 +142,25 @@ class BlockFolder:
             found.append(size is not None and framed_bytes in (None, size))
         return found
 
-    def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As `Store.on_access`. The index is updated in the background."""
-        if facts.benefit is not None:
+    def on_access(
+        self,
+        digest: Digest,
+        keys: Sequence[BlockKey],
+        facts: RequestFacts,
+        *,
+        may_write: bool = True,
+    ) -> None:
+        """As `Store.on_access`. The index is updated in the background.
+
+        Args:
+            may_write: of the client. The report of one that may only read counts as use of the
+                blocks alone: with a tenant above its quota it would delete them.
+        """
+        reported = self._accesses if may_write else self._reader_accesses
+        accesses = reported.report(digest, keys, facts, time.time())
+        if may_write and facts.benefit is not None:
             self.evictor.set_benefit(facts.benefit)
-        self.supervisor.was_touched(digest, self._accesses.report(digest, keys, facts, time.time()))
+        self.supervisor.was_touched(digest, accesses, with_context=may_write)
 
     @contextlib.contextmanager
     def reading(
@@ -182,8 +199,11 @@ class BlockFolder:
                 with self._counting:
                     self._unreadable.pop((digest, key), None)
                     self._read_s = self._clock()
-                if counts and not self._accesses.is_announced(digest, key, time.time()):
-                    self.supervisor.was_read(digest, key, counts=not self._accesses.has_reports)
+                now_s = time.time()
+                reported = (self._accesses, self._reader_accesses)
+                if counts and not any(each.is_announced(digest, key, now_s) for each in reported):
+                    has_reports = any(each.has_reports for each in reported)
+                    self.supervisor.was_read(digest, key, counts=not has_reports)
             except BlockCorrupt as error:
                 path = self._root.joinpath(*block_names(digest, key))
                 corrupt = BlockCorrupt(f"{path}: {error}")

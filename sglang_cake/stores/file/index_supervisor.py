@@ -113,11 +113,18 @@ class IndexSupervisor:
         """Record a read, which may be an access. It is in the index within about TICK_S."""
         self._waiting[0].append((time.monotonic(), Touch(digest, key, time.time(), int(counts))))
 
-    def was_touched(self, digest: Digest, accesses: Sequence[Access]) -> None:
-        """Record accesses of a request, as `was_read`."""
+    def was_touched(
+        self, digest: Digest, accesses: Sequence[Access], *, with_context: bool
+    ) -> None:
+        """Record accesses of a request, as `was_read`.
+
+        Args:
+            with_context: the blocks get the context of these accesses.
+        """
         now_s = time.monotonic()
         self._waiting[0].extend(
-            (now_s, Touch(digest, a.key, a.at_s, 1, a.context)) for a in accesses
+            (now_s, Touch(digest, a.key, a.at_s, 1, a.context if with_context else None))
+            for a in accesses
         )
 
     @property

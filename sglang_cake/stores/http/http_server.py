@@ -219,9 +219,12 @@ class StoreServer(web.Server):
             facts = RequestFacts.from_json(request.headers.get(protocol.FACTS_HEADER, ""))
         except (ValueError, RecursionError):
             raise RefusedRequest(400, f"the header {protocol.FACTS_HEADER} is malformed") from None
+        may_write = self._credentials.tokens.may_write(request.headers.get("Authorization"))
         keys = await self._read_keys(request)
         # In a thread: thousands of keys take longer than other requests should wait.
-        await self._askers.run(lambda stop: self._folder.on_access(resource.digest, keys, facts))
+        await self._askers.run(
+            lambda stop: self._folder.on_access(resource.digest, keys, facts, may_write=may_write)
+        )
         return web.Response(status=204)
 
     async def _list(self, request: web.BaseRequest, resource: Resource) -> web.StreamResponse:

@@ -1,6 +1,7 @@
 """Tokens and certificates: made by itself, asked for, and replaced while they are in use."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from filestore import closing
+from filestore import closing, folder_of
 from http_servers import (
     TOKEN,
     WAIT_S,
@@ -31,6 +32,7 @@ from private_files import write_private
 from system_calls import Held
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.http.auth import ServerCredentials, own_token_path
 from sglang_cake.stores.http.protocol import (
     FACTS_HEADER,
@@ -159,6 +161,29 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
         assert received() == before
         path = description_path(FRAME.digest)
         assert ask(server, "PUT", path, b"{}", token=OTHER)[0] == 403
+
+
+def test_store_serve_report_with_a_read_token_counts_as_use_alone(tmp_path):
+    """Its tenant and purpose could evict blocks: those of a tenant above its quota go at once."""
+    (tmp_path / "readers").mkdir()
+    readers, root = write_token(tmp_path / "readers", OTHER), tmp_path / "root"
+
+    def report(keys, facts, token):
+        headers = {FACTS_HEADER: facts.to_json()}
+        path = touched_path(FRAME.digest)
+        assert ask(server, "POST", path, b"".join(keys), headers, token)[0] == 204
+
+    with OurServer(root, "--workers", 1, "--read-token-file", readers) as server:
+        put_description(server)
+        report([A], RequestFacts("theirs", 1, "chat", 7), own_token())
+        assert put_block(server, "a") == 201
+        report([A, B], RequestFacts("mine", 1, "batch", 9), OTHER)
+        assert put_block(server, "b") == 201
+    with contextlib.closing(folder_of(root)) as folder, folder.supervisor.open() as index:
+        usages = {block.key: block.usage for block in index.stored(0, 10)}
+    assert usages[A].context == AccessContext("chat", 1, 0, 1, 7)
+    assert usages[A].uses == 1
+    assert usages[B].context == UNKNOWN_CONTEXT
 
 
 def replace_token(path, text):
