@@ -464,6 +464,29 @@ def test_memory_tenant_that_floods_with_unwritten_blocks_costs_others_nothing():
     assert names_in(memory, "ab") == ["a", "b"]
 
 
+def test_memory_blocks_without_a_report_count_for_no_quota():
+    memory = memory_of(8, rules=TenantRules(quota_bytes=2 * PAGE))
+    for name in "abcd":
+        stored(memory, name)
+    assert names_in(memory, "abcd") == ["a", "b", "c", "d"]
+    touch(memory, "abc", 1)  # names no tenant
+    assert stored(memory, "e")
+    assert names_in(memory, "abcde") == ["a", "b", "d", "e"]
+
+
+def test_memory_tenant_above_its_share_costs_no_unwritten_block_of_an_unknown_tenant():
+    memory = memory_of(5, rules=TenantRules(fair=True))
+    assert stored(memory, "unknown")
+    kept = memory.keep(DIGEST, key_of("unknown"))
+    touch(memory, "abc", 2, tenant=2)
+    touch(memory, "de", 1, tenant=1)
+    for name in "abcd":
+        assert stored(memory, name)
+    assert stored(memory, "e")
+    assert names_in(memory, ["unknown", *"abcde"]) == ["unknown", "a", "b", "d", "e"]
+    kept.release()
+
+
 def test_memory_promoted_block_takes_the_place_of_a_less_valuable_one():
     memory = memory_with("ab")
     assert stored(memory, "c", must_earn_place=True)
@@ -514,6 +537,7 @@ def test_memory_promoted_block_displaces_none_that_is_not_written():
 def test_memory_tenant_evicts_its_own_block_if_those_of_a_larger_tenant_are_in_use():
     memory = memory_of(3, rules=TenantRules(fair=True))
     touch(memory, ["mine", "mine too"], 0, tenant=1)
+    touch(memory, ["theirs", "theirs too", "one more of theirs"], 1, tenant=2)
     assert stored(memory, "mine")
     for name in ("theirs", "theirs too"):  # being filled
         memory.add(DIGEST, key_of(name), BLOCK, must_earn_place=False)

@@ -55,6 +55,7 @@ CALLS = {
     "touch": lambda index: index.touch(TOUCHES),
     "limit_times": lambda index: index.limit_times([1, 2], 5e8),
     "find": lambda index: index.find(1),
+    "find_all": lambda index: index.find_all([1, 2]),
     "last": lambda index: index.last(),
     "stored": lambda index: index.stored(0, 100),
     "stored_in": lambda index: index.stored_in(DIGEST, b"", 100),

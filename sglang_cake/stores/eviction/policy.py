@@ -17,13 +17,13 @@ class AccessContext(NamedTuple):
     turn: int = 1  # turn of its conversation; 1: no earlier prompt is a prefix of it
     position: int = 0  # index of the block in the prompt
     reach: int = 1  # blocks of the prompt
-    tenant: int = 0  # hash of the tenant; 0: the request names none, or is unknown
+    tenant: int = 0  # hash of the tenant; 0: the request names none
 
 
-# Tenant of a block that a scan found on the disk, until a request reports the block. No request has
-# this tenant.
+# Tenant of a block that was put without a report, or that a scan found on the disk, until a request
+# reports the block. No request has this tenant.
 UNKNOWN_TENANT: Final = 2**63 - 1
-UNKNOWN_CONTEXT: Final = AccessContext()
+UNKNOWN_CONTEXT: Final = AccessContext(tenant=UNKNOWN_TENANT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,23 @@
 
 import errno
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
+from sglang_cake.stores.eviction.policy import (
+    UNKNOWN_TENANT,
+    AccessContext,
+    EvictionPolicy,
+    Usage,
+    admits,
+)
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 from sglang_cake.stores.eviction.tenants import TenantPolicy
 from sglang_cake.stores.file import nofollow
@@ -26,6 +34,8 @@ logger = logging.getLogger(__name__)
 LEARN_AT_ONCE = 100
 REST_S = 0.005
 LEARN_MOST = 10_000  # rows in one call of `learn`
+UNKNOWN_MOST = 500  # rows of unknown tenants that are read again in a second
+UNKNOWN_HELD = 1 << 20  # of these rows; of more, the newest
 # Space that is freed ahead in the background, so that a put seldom waits for an eviction.
 AHEAD_SHARE = 0.02
 AHEAD_MOST_BYTES = 1 << 30
@@ -52,6 +62,8 @@ class Evictor:
       before an eviction with the new blocks of other processes.
     - Before evicting a block, its last access is read again from the index, since another process
       may have used it, or received the report of its request.
+    - With tenant rules, blocks of unknown tenants are read again in the background, for the same
+      reason: no quota would ever apply to them while the store is not full.
     - Until the policy holds all blocks, victims are chosen among the blocks that it holds.
 
     Other processes hold no blocks in memory. If the leader did not free enough space in time, they
@@ -85,6 +97,10 @@ class Evictor:
         self._policy = self._new_policy({})
         self._seen = 0  # blocks with a larger id were not read from the index yet
         self._learned_s = 0.0  # time of the last call of `learn`
+        # Blocks that may be of unknown tenants.
+        self._unknown: deque[int] = deque(maxlen=UNKNOWN_HELD)
+        self._clock = clock
+        self._unknown_read_s = -math.inf  # time at which some of these were read again
         self.leads = False
         self.space = FreeSpace(settings.path, settings.min_free_bytes, clock)
         self._choosing_ns = 0
@@ -291,6 +307,7 @@ class Evictor:
         self._learned_s = now_s
         for _ in range(LEARN_MOST // LEARN_AT_ONCE):
             if not self._learn_some(index):
+                self._learn_tenants(index, rest)
                 return True
             if rest(REST_S):
                 break
@@ -335,6 +352,7 @@ class Evictor:
         with self.lock:
             self.leads = leads
             self._seen = seen
+            self._unknown.clear()
             self._policy = self._new_policy(fits)
 
     def _new_policy(self, fits: ReuseFits) -> EvictionPolicy:
@@ -355,9 +373,31 @@ class Evictor:
                 for block in batch:
                     if self.leads:
                         self._add(policy, block.id, block.usage)
+                        is_unknown = block.usage.context.tenant == UNKNOWN_TENANT
+                        if is_unknown and self._settings.tenant_rules:
+                            self._unknown.append(block.id)
                     self._on_learned(block.usage.ident, block.usage.context)
                     self._seen = block.id
         return len(batch) == LEARN_AT_ONCE
+
+    def _learn_tenants(self, index: BlockIndex, rest: Callable[[float], object]) -> None:
+        """Read blocks of unknown tenants again, in turn, UNKNOWN_MOST each second."""
+        if self._clock() < self._unknown_read_s + 1.0:
+            return
+        self._unknown_read_s = self._clock()
+        with self.lock:
+            count = min(len(self._unknown), UNKNOWN_MOST)
+            blocks = [self._unknown.popleft() for _ in range(count)]
+        for start in range(0, count, LEARN_AT_ONCE):
+            found = index.find_all(blocks[start : start + LEARN_AT_ONCE])
+            with self.lock:
+                for block in found:
+                    usage = block.usage
+                    if usage.context.tenant == UNKNOWN_TENANT:
+                        self._unknown.append(block.id)
+                    else:
+                        self._policy.touch(block.id, usage.used_s, 0, usage.context)
+            rest(REST_S)
 
     def _add(self, policy: EvictionPolicy, block: int, usage: Usage) -> None:
         try:

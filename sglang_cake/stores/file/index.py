@@ -617,6 +617,11 @@ class BlockIndex(IndexReader):
             return found
         return None
 
+    def find_all(self, blocks: Sequence[int]) -> list[IndexedBlock]:
+        """Those of some blocks that are stored."""
+        some = f"blocks.id IN ({','.join('?' * len(blocks))})"
+        return self._blocks(f"state = {RowState.STORED} AND {some}", *blocks)
+
     def last(self) -> int:
         """The largest id, or 0."""
         rows = self._select("SELECT max(id) FROM blocks")

@@ -15,7 +15,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, LentBlock, StoreStats
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import Usage, ident_of
+from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, Usage, ident_of
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
@@ -347,9 +347,12 @@ class BlockMemory:
             if number == before:
                 break
             block = self._by_number[number]
-            if self._tenants is not None and tenant is None and (bound or not block.users):
-                tenant = usage.context.tenant
-            same = tenant is None or usage.context.tenant in (tenant, own)
+            owner = usage.context.tenant
+            # A tenant above its share loses blocks of unknown tenants, too, which break no rule.
+            may_lose = owner != UNKNOWN_TENANT if bound else not block.users
+            if self._tenants is not None and tenant is None and may_lose:
+                tenant = owner
+            same = tenant is None or owner in (tenant, own)
             if same and not block.users and (in_order or not block.unwritten):
                 victim = block
             elif same and not block.users:
