@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import (
     UNKNOWN_CONTEXT,
     UNKNOWN_TENANT,
@@ -78,6 +79,7 @@ class Access(NamedTuple):
     key: BlockKey
     context: AccessContext
     at_s: float  # seconds since 1970
+    benefit: Benefit | None = None  # costs that the request reported
 
 
 class _Request(NamedTuple):
@@ -139,6 +141,7 @@ class ReportedAccesses:
                     keys[at],
                     AccessContext(facts.workload, turn, at, len(keys), tenant),
                     request.at_s - at * ORDER_S,
+                    facts.benefit,
                 )
                 for at in range(len(keys) - 1, reported - 1, -1)
             ]

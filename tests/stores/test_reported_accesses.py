@@ -25,7 +25,12 @@ from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
 from sglang_cake.stores.file.index_supervisor import RECORDED_AT_ONCE, TRIES_S
-from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
+from sglang_cake.stores.reported_accesses import (
+    MOST_NAMESPACES,
+    MOST_REQUESTS,
+    Access,
+    ReportedAccesses,
+)
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.testing.memory_store import MemoryStore
@@ -137,17 +142,27 @@ def test_block_folder_learned_fits_are_restored_after_a_restart(tmp_path, monkey
 def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):
     options = {"policy": "cake", "min_benefit_ratio": 1.0}
     with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
-        with folder.supervisor.open() as index:
-            folder.on_access(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
-            folder.evictor.refresh(index)
+        folder.on_access(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
         assert not put(folder, 0)
         assert put(folder, 1)  # of which nothing is known
         assert folder.stats().evictions.skipped_blocks == 1
         fast = RequestFacts("r2", 1000, benefit=Benefit(load_s=1e-6))
-        with folder.supervisor.open() as index:
-            folder.on_access(DIGEST, keys(2), fast)
-            folder.evictor.refresh(index)
+        folder.on_access(DIGEST, keys(2), fast)
         assert put(folder, 2)
+
+
+def test_block_folder_admission_is_by_the_costs_of_the_server_that_reported_the_block(tmp_path):
+    other = Digest(bytes(32))
+    slow, fast = FACTS, RequestFacts("r2", 1000, "chat", 7, Benefit(load_s=1e-6))
+    options = {"policy": "cake", "min_benefit_ratio": 1.0}
+    with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
+        folder.on_access(DIGEST, keys(0), slow)
+        folder.on_access(DIGEST, keys(1), fast)
+        folder.on_access(other, keys(2), fast)
+        assert not put(folder, 0)
+        folder.on_access(other, keys(3), slow)
+        assert put(folder, 1)
+        assert folder.stats().evictions.skipped_blocks == 1
 
 
 def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
@@ -267,13 +282,13 @@ def test_reported_accesses_of_many_requests_keep_a_bounded_memory():
     assert not report(10), "it is remembered"
     assert report(9), "it is forgotten, and told anew"
     never = key_of("never told of")
-    assert reported.access_for_put(DIGEST, never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+    assert reported.access_for_put(DIGEST, never, 7.0) == Access(never, UNKNOWN_CONTEXT, 7.0)
 
 
 def test_reported_accesses_of_equal_keys_in_two_namespaces_are_equal_and_apart():
     reported, other, (key,) = ReportedAccesses(), Digest(bytes(32)), keys(0)
     first, second = (reported.report(digest, [key], FACTS, 5.0) for digest in (DIGEST, other))
-    assert first == second == [(key, AccessContext("chat", 1, 0, 1, 7), 5.0)]
+    assert first == second == [Access(key, AccessContext("chat", 1, 0, 1, 7), 5.0, FACTS.benefit)]
     assert not reported.report(other, [key], FACTS, 6.0)
     assert reported.access_for_put(DIGEST, key, 7.0) == first[0]
     assert not reported.is_announced(DIGEST, key, 7.0)

@@ -231,7 +231,7 @@ class BlockFolder:
             stored_bytes = on_disk_bytes(self._root, framed_bytes)
             usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
             row = None
-            if self.evictor.admits(usage):
+            if self.evictor.admits(usage, access.benefit):
                 row = self._reserve(digest, key, usage)
             if row is None:
                 yield None

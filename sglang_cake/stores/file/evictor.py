@@ -278,13 +278,17 @@ class Evictor:
             raise failure
         return removed
 
-    def admits(self, usage: Usage) -> bool:
-        """Whether to write a block with this usage. Rejected blocks are counted."""
+    def admits(self, usage: Usage, benefit: Benefit | None) -> bool:
+        """Whether to write a block with this usage. Rejected blocks are counted.
+
+        Args:
+            benefit: costs of the server that reported the block; None: the defaults.
+        """
         ratio = self._settings.min_benefit_ratio
         if not ratio:
             return True
         with self.lock:
-            admitted = admits(self._policy, usage, self._benefit, ratio)
+            admitted = admits(self._policy, usage, benefit or Benefit(), ratio)
             if not admitted:
                 self.counts["skipped_blocks"] += 1
                 self._policy.record_rejected(usage)
