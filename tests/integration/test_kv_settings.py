@@ -124,12 +124,15 @@ def test_kv_facts_settings_of_a_draft_model_count_for_its_kv_alone() -> None:
     }
 
 
-def test_kv_facts_deterministic_inference_counts_the_kernels() -> None:
-    same = {"attention_backend": "fa3"}
-    promised = _values(enable_deterministic_inference=True, **same)
-    assert kv_settings.counted_arguments(promised, DEFAULTS).keys() >= {
-        "attention_backend",
-        "enable_deterministic_inference",
+@pytest.mark.parametrize(
+    "kernels", [{"attention_backend": "fa3"}, {"lora_backend": "triton"}], ids=str
+)
+def test_kv_facts_deterministic_inference_counts_the_kernels(kernels: dict[str, str]) -> None:
+    assert kv_settings.counted_arguments(_values(**kernels), DEFAULTS) == {}
+    promised = _values(enable_deterministic_inference=True, **kernels)
+    assert kv_settings.counted_arguments(promised, DEFAULTS) == {
+        "enable_deterministic_inference": "True",
+        **kernels,
     }
 
 
