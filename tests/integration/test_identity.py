@@ -496,11 +496,13 @@ class Named:
         layers: of the model, as SGLang has loaded it.
     """
 
-    def __init__(self, folder: Path, *, reduce_min: Any = None, layers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, reduce_min: Any = None, layers: Sequence[Any] = (), **args: Any
+    ) -> None:
         self.published: list[Namespace] = []
         self.layers = torch.nn.ModuleList(layers)
         ctx: Any = SimpleNamespace(
-            server_args=ServerArgs(model_path=str(folder)),
+            server_args=ServerArgs(model_path=str(folder), **args),
             model_config=SimpleNamespace(model_path=str(folder), revision=None),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.layers)),
         )
@@ -584,6 +586,14 @@ def test_identity_update_with_scales_of_kv_before_or_after_it_is_private(
     one = Named(_checkpoint(tmp_path / "a", 1.0), layers=[_attention(0.5 if had_scales else 1.0)])
     one.identity.start()
     one.layers[0].k_scale = _attention(1.0 if had_scales else 0.5).k_scale
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
+
+
+def test_identity_update_with_hooks_in_the_model_is_private(tmp_path: Path) -> None:
+    """They change the computation with any weights."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0), forward_hooks=[{"name": "h"}])
+    one.identity.start()
     one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
     assert one.identity.is_private
 

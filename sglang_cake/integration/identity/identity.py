@@ -780,7 +780,12 @@ class Identity:
         known = None if load_format is None else kv_settings.file_format(load_format)
         # SGLang keeps old scales in a table (NVFP4) and in CUDA graphs.
         self._had_scales |= any(map(_has_scales, _attention_layers(self._runner.model)))
-        if known is None or self._had_scales or self._loaded.drafts:  # those may have changed too
+        if (
+            known is None
+            or self._had_scales
+            or self._loaded.drafts  # those may have changed too
+            or kv_settings.private_setting(self._values, self._defaults) is not None
+        ):
             files = None
         else:
             self._fields["format"] = known

@@ -156,12 +156,18 @@ def private_reason(values: "ServerArgs", defaults: Mapping[str, object]) -> str 
     of_draft = values.speculative_draft_load_format
     if of_draft is not None and file_format(of_draft) is None:
         return f"--speculative-draft-load-format {_text(of_draft)} does not load the model's files"
-    for name in sorted(_CLASSES["private"] & set(defaults)):
-        if (value := getattr(values, name)) and _text(value) != _text(defaults[name]):
-            return f"--{name.replace('_', '-')} may change the weights"
     extra = values.model_loader_extra_config
     if _text(extra) not in ("", "{}", "None") and not _only_speed(extra):
         return "--model-loader-extra-config may name other weights"
+    return private_setting(values, defaults)
+
+
+def private_setting(values: "ServerArgs", defaults: Mapping[str, object]) -> str | None:
+    """Why no files determine the content of the weights, those of an update included; None if some
+    do."""
+    for name in sorted(_CLASSES["private"] & set(defaults)):
+        if (value := getattr(values, name)) and _text(value) != _text(defaults[name]):
+            return f"--{name.replace('_', '-')} may change the weights"
     return None
 
 
