@@ -338,6 +338,28 @@ def test_identity_attention_backend_counts_where_some_compute_another_attention(
     assert _digest(layers=[layer], args=fa3) != _digest(layers=[layer], args=trtllm)
 
 
+@pytest.mark.parametrize("name", ["attention_backend", "decode_attention_backend"])
+@pytest.mark.parametrize(
+    ("groups", "counts"),
+    [
+        ((GROUP,), False),
+        ((replace(GROUP, dtype="float8_e4m3fn"),), True),
+        ((replace(GROUP, dtype="float8_e5m2"),), True),
+        ((GROUP, replace(GROUP, dtype="float8_e4m3fn", parts=(("draft_k", (2, 32)),))), True),
+        ((GROUP, replace(INDEX, dtype="float8_e4m3fn")), False),
+        ((GROUP, INDEX), False),
+    ],
+    ids=["plain", "e4m3", "e5m2", "draft", "index", "packed index"],
+)
+def test_identity_attention_backend_counts_where_kv_is_in_fp8(
+    name: str, groups: tuple[PlaneGroup, ...], counts: bool
+) -> None:
+    """fa3 rounds queries to FP8 then, and FlashInfer does not."""
+    layout = replace(LAYOUT, groups=groups)
+    digests = {_digest(layout=layout, args={name: each}) for each in ("fa3", "flashinfer")}
+    assert (len(digests) == 2) == counts
+
+
 BYTES = {"layout": replace(LAYOUT, groups=(GROUP, INDEX))}
 
 

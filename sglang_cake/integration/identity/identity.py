@@ -122,7 +122,7 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
-    fields |= _attention_fields(ctx, drafts)
+    fields |= _attention_fields(ctx, layout, drafts)
     if form := _device_form(ctx, layout):
         fields["device_form"] = form
     models = [model, *(each.runner.model_config for each in drafts)]
@@ -197,12 +197,13 @@ def _rotates_halves(model: torch.nn.Module) -> bool:
 
 
 def _attention_fields(
-    ctx: "TreeCacheBuildContext", drafts: "Sequence[LoadedDraft]"
+    ctx: "TreeCacheBuildContext", layout: BlockLayout, drafts: "Sequence[LoadedDraft]"
 ) -> NamespaceFields:
     """The attention backends, if SGLang's differ in more than rounding for these models.
 
     | part of attention | backends that leave it out |
     |---|---|
+    | queries of the model's dtype with K and V in FP8 | FlashAttention, trtllm_mha, Triton |
     | K and V are divided by their scales before they are stored | torch_native, not FlashInfer |
     | the same with MLA | all but Triton |
     | a cap of the scores (Gemma 2, Grok) | torch_native, trtllm_mha |
@@ -213,15 +214,27 @@ def _attention_fields(
 
     models = [ctx.tp_worker.model_runner.model, *(each.runner.model for each in drafts)]
     layers = [layer for model in models for layer in _attention_layers(model)]
-    if not any(map(_has_scales, layers)) and not any(
-        layer.use_irope
-        or (layer.logit_cap or 0) > 0
-        or (layer.xai_temperature_len or 0) > 0  # None, 0 or -1: there is none
-        for layer in layers
+    if (
+        not _has_fp8(layout)
+        and not any(map(_has_scales, layers))
+        and not any(
+            layer.use_irope
+            or (layer.logit_cap or 0) > 0
+            or (layer.xai_temperature_len or 0) > 0  # None, 0 or -1: there is none
+            for layer in layers
+        )
     ):
         return {}
     values = resolving_view(ctx.server_args)
     return kv_settings.counted_arguments(values, _defaults(ctx), {"attention"})
+
+
+def _has_fp8(layout: BlockLayout) -> bool:
+    """Whether K or V are numbers in FP8. An index, and packed bytes, have kernels of their own."""
+    return any(
+        group.dtype.startswith("float8") and not any("index" in name for name, _ in group.parts)
+        for group in layout.groups
+    )
 
 
 def _attention_layers(model: torch.nn.Module) -> "list[RadixAttention]":
