@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 pytest.importorskip("sglang")
 
 from registered_hooks import hooks_of
+from sglang.srt.layers.quantization import fp8_utils
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers import mm_schedule
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult, MultiModalStaticCache
@@ -68,9 +70,14 @@ def _model(folder: Path, name: str, text: str) -> type:
     return served
 
 
-def _built(served: type, layers: list[Any]) -> Any:
-    """A model of the class `served` with these layers."""
-    made = {"__module__": served.__module__, "modules": lambda model: iter(layers)}
+def _built(served: type, layers: list[Any] | dict[str, Any]) -> Any:
+    """A model of the class `served` with these layers, which may have names."""
+    named = layers if isinstance(layers, dict) else dict(enumerate(layers))
+    made = {
+        "__module__": served.__module__,
+        "modules": lambda model: iter(named.values()),
+        "named_modules": lambda model: ((str(name), each) for name, each in named.items()),
+    }
     return type(served.__name__, (served,), made)()
 
 
@@ -195,9 +202,11 @@ def test_identity_head_groups_have_a_namespace_each() -> None:
     assert group_namespaces(namespace, None) == [namespace]
 
 
-def _with_draft(dtype: str = "float32", served: type = SamplingParams, **args: Any) -> bytes:
+def _with_draft(
+    dtype: str = "float32", served: type = SamplingParams, layers: Sequence[Any] = (), **args: Any
+) -> bytes:
     model = SimpleNamespace(dtype=f"torch.{dtype}", quantization=None)
-    runner = SimpleNamespace(model_config=model, model=_built(served, []))
+    runner = SimpleNamespace(model_config=model, model=_built(served, list(layers)))
     draft = LoadedDraft(runner, ModelSource("d"), None)
     return _digest(drafts=[draft], args={"speculative_algorithm": "EAGLE", **args})
 
@@ -498,6 +507,90 @@ def test_identity_mxfp4_with_kernels_of_triton_has_the_namespace_of_gpus_without
     assert digest(blackwell, runner, "mxfp4") != digest(blackwell, default, "mxfp4")
     assert digest(blackwell, runner, "mxfp4") == digest(hopper, runner, "mxfp4")
     assert digest(blackwell, runner, None) == digest(blackwell, default, None)
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def _projections(config: dict[str, Any] = BLOCKS, *, ue8m0: bool = False, scales: int = 24) -> Any:
+    """Three projections in one layer in FP8, as SGLang has loaded them.
+
+    Args:
+        config: `quantization_config` of the checkpoint.
+        ue8m0: whether the scales are in DeepGEMM's form, where all are powers of two.
+        scales: how many there are.
+    """
+    layer: Any = torch.nn.Module()
+    quantised = Fp8Config.from_config({"activation_scheme": "dynamic", **config})
+    layer.quant_method = Fp8LinearMethod(quantised)
+    layer.logical_widths = [8, 8, 8]
+    scale: Any = torch.nn.Parameter(torch.ones(scales), requires_grad=False)
+    scale.format_ue8m0 = ue8m0
+    is_plain = "weight_block_size" not in config and config["quant_method"] == "fp8"
+    layer.register_parameter("weight_scale" if is_plain else "weight_scale_inv", scale)
+    return layer
+
+
+def test_identity_weights_that_deepgemm_has_requantised_count() -> None:
+    """Its scales on Blackwell are powers of two. On Hopper, and with other kernels, the weights are
+    those of the files."""
+    plain, other = _projections(), _projections(ue8m0=True)
+    assert _digest(layers=[plain]) == _digest() != _digest(layers=[other])
+    assert _with_draft(layers=[plain]) == _with_draft() != _with_draft(layers=[other])
+    found = {
+        _digest(layers={"layers.0.o_proj": linear, "layers.0.experts": experts})
+        for linear in (plain, other)
+        for experts in (plain, other)  # a runner of experts takes other kernels
+    }
+    assert len(found) == 4
+
+
+def test_identity_sglangs_own_requantisation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function runs here as on Blackwell. There, DeepGEMM packs the scales as well."""
+    needed = "sglang.srt.model_loader.utils.should_deepgemm_weight_requant_ue8m0"
+    monkeypatch.setattr(needed, lambda **_: True)
+    monkeypatch.setattr(fp8_utils, "transform_scale_ue8m0", lambda scales, mn: scales)
+    layer = _projections()
+    layer.weight = torch.nn.Parameter(torch.randn(128, 256).to(torch.float8_e4m3fn), False)
+    layer.weight_scale_inv.data = torch.full((1, 2), 0.3)
+    assert _digest(layers=[layer]) == _digest()
+    assert fp8_utils.requant_block_scale_ue8m0_for_deepgemm(
+        layer.weight, layer.weight_scale_inv, [128, 128], use_deepgemm_runner=True
+    )
+    assert _digest(layers=[layer]) != _digest()
+
+
+@pytest.mark.parametrize(
+    "config", [{**BLOCKS, "scale_fmt": "ue8m0"}, {"quant_method": "mxfp8"}], ids=["fp8", "mxfp8"]
+)
+def test_identity_scales_that_are_powers_of_two_in_the_checkpoint_do_not_count(
+    config: dict[str, Any],
+) -> None:
+    assert _digest(layers=[_projections(config, ue8m0=True)]) == _digest()
+
+
+def test_identity_requantised_layer_counts_alike_in_every_block_and_beside_adapters() -> None:
+    other = _projections(ue8m0=True)
+    one = _digest(layers={"layers.0.o_proj": other})
+    assert one == _digest(layers={"layers.0.o_proj": other, "layers.1.o_proj": other})
+    assert one == _digest(layers={"layers.0.o_proj.base_layer": other})
+
+
+def test_identity_mxfp8_that_became_blocks_counts() -> None:
+    """On GPUs that cannot multiply it. SGLang marks it in the method of the layer."""
+    layer = _projections({"quant_method": "mxfp8"})
+    layer.quant_method.use_mxfp8 = False
+    assert _digest(layers=[layer]) != _digest()
+
+
+def test_identity_scale_of_all_projections_in_the_place_of_theirs_counts() -> None:
+    """On RTX 50, where other GPUs have a scale for each channel."""
+    config = {"quant_method": "fp8"}
+    assert _digest(layers=[_projections(config)]) == _digest()
+    assert _digest(layers=[_projections(config, scales=1)]) != _digest()
+    single = _projections(config, scales=1)
+    single.logical_widths = [24]
+    assert _digest(layers=[single]) == _digest()
 
 
 def test_identity_context_length_counts_for_a_model_that_reads_it(tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ def server_fields(
     models = [model, *(each.runner.model_config for each in drafts)]
     if dequantised := _dequantised(ctx, models, values.moe_runner_backend):
         fields["dequantised"] = dequantised
+    loaded = [ctx.tp_worker.model_runner.model, *(each.runner.model for each in drafts)]
+    if any(requantised := [_requantised(each) for each in loaded]):
+        fields["requantised"] = "; ".join(requantised)
     hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
     if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
         fields["ngram_tokens"] = hashlib.sha256(hasher.token_map.cpu().numpy()).hexdigest()
@@ -308,6 +311,45 @@ def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any], moe_runner
     ):
         lacking.append("fp4")
     return " ".join(lacking)
+
+
+def _requantised(model: torch.nn.Module) -> str:
+    """The names of the layers whose weights in FP8 are others than those of the files, since SGLang
+    has quantised them again for the kernels that it picks here; "" if there is none.
+
+    | weights in the files | weights in memory |
+    |---|---|
+    | blocks of 128 x 128 | the same with scales that are powers of two: DeepGEMM on Blackwell |
+    | MXFP8 | blocks of 128 x 128, on GPUs that cannot multiply MXFP8 |
+    | a scale for each projection of a layer | one scale for all of them: RTX 50 |
+    """
+    # A layer with adapters has the one with the weights in it.
+    found = {
+        name.removesuffix(".base_layer").rpartition(".")[2]
+        for name, module in model.named_modules()
+        if _is_requantised(module)
+    }
+    return " ".join(sorted(found))
+
+
+def _is_requantised(layer: torch.nn.Module) -> bool:
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+    method: Any = getattr(layer, "quant_method", None)
+    config = getattr(method, "quant_config", None)
+    if config is None:
+        return False
+    if getattr(config, "use_mxfp8", False):
+        return not getattr(method, "use_mxfp8", True)
+    if any(getattr(each, "format_ue8m0", False) for each in layer.parameters(recurse=False)):
+        # Powers of two in the files stay what they are, and so do the weights.
+        return getattr(config, "scale_fmt", None) != "ue8m0"
+    if not isinstance(method, Fp8LinearMethod) or method.block_quant:
+        return False
+    scale = getattr(layer, "weight_scale", None)
+    projections: Any = getattr(layer, "logical_widths", ())
+    is_single = isinstance(scale, torch.Tensor) and scale.numel() == 1 < len(projections)
+    return is_single and bool(config.is_checkpoint_fp8_serialized)
 
 
 def _implementation(made: Any) -> str:
