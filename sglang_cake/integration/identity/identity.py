@@ -349,7 +349,8 @@ def _is_requantised(layer: torch.nn.Module) -> bool:
     scale = getattr(layer, "weight_scale", None)
     projections: Any = getattr(layer, "logical_widths", ())
     is_single = isinstance(scale, torch.Tensor) and scale.numel() == 1 < len(projections)
-    return is_single and bool(config.is_checkpoint_fp8_serialized)
+    # Configurations of some mixed formats (INT4 with FP8) have no such attribute.
+    return is_single and bool(getattr(config, "is_checkpoint_fp8_serialized", False))
 
 
 def _implementation(made: Any) -> str:
