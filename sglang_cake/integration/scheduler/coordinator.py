@@ -69,8 +69,8 @@ class _Step:
     Attributes:
         passed: prompts that others may pass in it, with the time until their loads are over.
         last_steps: prompts that have their last step in it, with the time until its end.
-        waits: prompts that wait in it for their lookup, or for their loads, with the time until
-            these are over.
+        waits: prompts that wait in it for their lookup, or for their loads, with the time for which
+            others may have the device: until these are over, or as long as the slack.
         prefills: a prompt computes in it.
         requeued: the prompt that went back to the queue in it.
         waiting_tokens: tokens that are left to compute of the prompts that wait for their loads.
@@ -471,7 +471,7 @@ class Coordinator:
         record = self.record(req)
         waits = record is not None and self._awaits_lookup(record)
         if record is not None and waits:
-            self._step.waits.append((record, 0.0))
+            self._add_wait(record, 0.0, work_of(*record.rest))
         waits |= not self._consensus.alone and req.rid not in self._polled
         self.waiting |= waits
         return waits
@@ -553,11 +553,13 @@ class Coordinator:
         rest = Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids))
         end_s = self.step_costs.step_end_s + self.step_costs.queue_s(work_of(*rest))
         return any(
-            end_s > over_s
-            and end_s > self._fcfs.slack_s(each.rid, self.step_costs.queue_s(each.device_work))
-            for each, over_s in self._step.waits
-            if self._passes(req, each)
+            end_s > latest_s and self._passes(req, each) for each, latest_s in self._step.waits
         )
+
+    def _add_wait(self, record: PromptRecord, over_s: float, work: StepWork) -> None:
+        """A prompt, for which the device has still to do `work`, waits for `over_s`."""
+        slack_s = self._fcfs.slack_s(record.rid, self.step_costs.queue_s(work))
+        self._step.waits.append((record, max(over_s, slack_s)))
 
     def held_back(self) -> None:
         """A request has no part in the step being scheduled, since it would pass others. They may
@@ -573,7 +575,6 @@ class Coordinator:
         if record is None or not record.queue.waits or req.prefix_len > record.meet.front:
             return False
         self._step.waiting_tokens += record.rest.tokens
-        self._step.waits.append((record, self.step_costs.rest_of_loads_s(record)))
         return True
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
@@ -592,7 +593,7 @@ class Coordinator:
         if step.wait:
             self.waiting = True
             over_s = self.step_costs.rest_of_loads_s(record)
-            self._step.waits.append((record, over_s))
+            self._add_wait(record, over_s, record.device_work)
             self.loads_over_in_s = min(self.loads_over_in_s, step.wait_s, over_s)
             record.queue.prefill_due |= self._step.waiting_tokens < chunk_tokens
             self._step.waiting_tokens += record.rest.tokens
