@@ -1170,6 +1170,30 @@ def test_coordinator_earlier_prompt_has_no_limit() -> None:
         assert harness.limit(harness.other, harness.loaded) is None
 
 
+def test_coordinator_later_prompt_whose_blocks_have_landed_keeps_the_device_from_none(
+    stopped_clock: Any,
+) -> None:
+    cost, load = PrefillCost(1.0, 10.0, 0.0, error=0.0), LoadCost(0.0, 15.0, error=0.0, depth=8)
+    with CoordinatorHarness(mode="auto", prefill=cost, load=load, staging=12) as harness:
+        coordinator = harness.coordinator
+        harness.loader.recall([load])
+        earlier, _ = harness.stored(2.5, "earlier")
+        later = other_of(4.5, "later")
+        keys = harness.fill(later.origin_input_ids, {0, 1, 2, 3})
+        for req in (earlier, later):
+            harness.arrive(req)
+        harness.poll(earlier, later)
+        step = coordinator.plan(earlier, 64)
+        assert step is not None
+        assert step.wait
+        assert coordinator.keeps_device(later, BLOCK)
+        harness.open(*keys)
+        harness.poll(earlier, later)
+        coordinator.plan(earlier, 64)
+        assert coordinator.live["later"].meet.landed_blocks == 4
+        assert not coordinator.keeps_device(later, BLOCK)
+
+
 def test_coordinator_prompts_that_were_aborted_leave_no_slack_to_later_ones() -> None:
     with Passing() as harness:
         long, behind = FakeReq("long", array("q", range(9000))), FakeReq("x", array("q", range(64)))

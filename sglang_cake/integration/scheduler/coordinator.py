@@ -70,7 +70,8 @@ class _Step:
         passed: prompts that others may pass in it, with the time until their loads are over.
         last_steps: prompts that have their last step in it, with the time until its end.
         waits: prompts that wait in it for their lookup, or for their loads, with the time for which
-            others may have the device: until these are over, or as long as the slack.
+            others may have the device: until these are over, or as long as the slack, whichever is
+            longer.
         prefills: a prompt computes in it.
         requeued: the prompt that went back to the queue in it.
         waiting_tokens: tokens that are left to compute of the prompts that wait for their loads.
@@ -543,15 +544,20 @@ class Coordinator:
         )
         return None if tokens is None else tokens - tokens % self._page_tokens
 
-    def keeps_device(self, req: "Req") -> bool:
-        """Whether the prefill of a request, which nothing can interrupt, would delay an earlier one
-        that waits in the step being scheduled. The earlier one would need the device before that
-        prefill is over, and would end its own prefill later than without loads. In other modes than
-        `auto` a wait has no end."""
+    def keeps_device(self, req: "Req", chunk_tokens: int) -> bool:
+        """Whether the prefill of a request takes several steps and would, if nothing interrupts it,
+        delay an earlier request that waits in the step being scheduled. The earlier one would need
+        the device before that prefill is over, and would end its own prefill later than without
+        loads. In other modes than `auto` a wait has no end."""
         if not self._step.waits or self._config.mode != "auto":
             return False
-        rest = Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids))
-        end_s = self.step_costs.step_end_s + self.step_costs.queue_s(work_of(*rest))
+        start, stop = req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)
+        if (record := self.record(req)) is not None:
+            view = record.meet.view()  # what has landed joins the tree in the step
+            start = max(start, view.front + view.attachable * view.block_tokens)
+        if stop - start <= chunk_tokens:
+            return False
+        end_s = self.step_costs.step_end_s + self.step_costs.queue_s(work_of(start, stop))
         return any(
             end_s > latest_s and self._passes(req, each) for each, latest_s in self._step.waits
         )
@@ -570,7 +576,7 @@ class Coordinator:
 
     def waits_still(self, req: "Req") -> bool:
         """Whether the last plan for a request was to wait, and only time has passed since. If so,
-        the request is not planned again in this step, and counts as one that waits."""
+        the request is not planned again in this step, and counts in `waiting_tokens`."""
         record = self.record(req)
         if record is None or not record.queue.waits or req.prefix_len > record.meet.front:
             return False

@@ -395,13 +395,11 @@ class CakePrefillAdder(PrefillAdder):
         tree, coordinator = self._cake()
         if coordinator is None or tree.runahead is not None:
             return False
-        total = len(req.origin_input_ids) + len(req.output_ids)
-        if total - req.prefix_len <= self._step_tokens:
+        if not coordinator.keeps_device(req, self._step_tokens):
             return False
-        interruptible = queue_order.may_requeue(req, coordinator) and others_fit(
+        return not queue_order.may_requeue(req, coordinator) or not others_fit(
             self._scheduler, self.running_batch, req
         )
-        return not interruptible and coordinator.keeps_device(req)
 
     def _has_memory_for(self, req: "Req") -> bool:
         """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
