@@ -28,6 +28,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import Store
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.testing.codec_contract import as_bytes, kv_like
 
@@ -361,21 +362,24 @@ def test_auto_codec_random_links_every_tier_stays_within_the_bound(
     assert len(forms.payloads) <= len(links)
 
 
+def opened(url: str, layout: BlockLayout, max_error: float, counters: Counters) -> Store:
+    return open_blocks(
+        parse_sources(url),
+        [Namespace((("model", "m"), ("codec", namespace_value("auto", max_error))))],
+        layout,
+        codec="auto",
+        max_error=max_error,
+        depth=2,
+        counters=counters,
+    )
+
+
 async def test_auto_codec_decisions_appear_in_log_and_counters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fields = (("model", "m"), ("codec", namespace_value("auto", 0.02)))
     counters = Counters()
     with caplog.at_level(logging.INFO):
-        store = open_blocks(
-            parse_sources(f"{tmp_path.as_uri()}?bandwidth=2MB/s"),
-            [Namespace(fields)],
-            LAYOUT,
-            codec="auto",
-            max_error=0.02,
-            depth=2,
-            counters=counters,
-        )
+        store = opened(f"{tmp_path.as_uri()}?bandwidth=2MB/s", LAYOUT, 0.02, counters)
         found = []
         for turn in range(4):
             key, block = BlockKey(bytes([turn]) * 32), kv_like(LAYOUT, turn)
@@ -401,17 +405,9 @@ async def test_auto_codec_decisions_appear_in_log_and_counters(
 async def test_auto_codec_kv_of_8_bits_is_stored_with_zstd(tmp_path: Path, dtype: str) -> None:
     """Packed KV of 4 bits, and indices, are `uint8`. Lossy codecs refuse such planes."""
     layout = BlockLayout.plain(2, LAYOUT.groups[0].parts, dtype, 128)
-    fields = (("model", "m"), ("codec", namespace_value("auto", 0.0)))
     counters = Counters()
     draw = np.random.default_rng(0)
-    store = open_blocks(
-        parse_sources(f"{tmp_path.as_uri()}?bandwidth=200KB/s"),
-        [Namespace(fields)],
-        layout,
-        codec="auto",
-        depth=2,
-        counters=counters,
-    )
+    store = opened(f"{tmp_path.as_uri()}?bandwidth=200KB/s", layout, 0.0, counters)
     for number in range(4):
         key = BlockKey(bytes([number]) * 32)
         block = draw.integers(60, 64, layout.block_bytes, dtype=np.uint8).tobytes()
