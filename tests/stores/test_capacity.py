@@ -140,8 +140,17 @@ def test_block_folder_smaller_capacity_evicts_what_is_missing_once(tmp_path, mon
 
 
 def clock_with(step_s):
-    """A clock that goes on by `step_s` at each look."""
-    return itertools.count(0.0, step_s).__next__
+    """A clock that goes on by `step_s` at each look of this thread. Other threads do not move it:
+    the background thread looks at it at any time."""
+    now_s, own = 0.0, threading.get_ident()
+
+    def look():
+        nonlocal now_s
+        if threading.get_ident() == own:
+            now_s += step_s
+        return now_s
+
+    return look
 
 
 def test_block_folder_much_smaller_capacity_put_gives_up_and_a_later_one_goes_on(tmp_path):
