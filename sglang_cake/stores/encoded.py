@@ -190,9 +190,11 @@ class EncodedStore(WrapperStore):
 
         check_stop(stop)
         payload = out[:size_bytes]
-        if size_bytes == RAW_HEAD_BYTES + self._layout.block_bytes and is_raw(payload):
-            return size_bytes
-        if self._on_device and decodes_on_device(chain_in(payload)):
+        if is_raw(payload):
+            stays = size_bytes == RAW_HEAD_BYTES + self._layout.block_bytes
+        else:
+            stays = self._on_device and decodes_on_device(chain_in(payload))
+        if stays:
             return size_bytes
         return unpack(self._layout, payload, out)
 

@@ -152,22 +152,23 @@ async def test_memory_tier_between_files_gets_the_block_and_the_files_its_payloa
     assert copy.read_bytes()[HEADER_BYTES:] == payload, "moved up at the second read"
 
 
+@pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("text", ['[["groups",{"bits":8,"group":128}]]', RAW_CHAIN.describe()])
-async def test_memory_undecodable_block_does_not_move_up(tmp_path: Path, text: str) -> None:
+async def test_memory_undecodable_block_does_not_move_up(
+    tmp_path: Path, text: str, device: bool
+) -> None:
     """The checksums are right: somebody else's program wrote it."""
-    below = open_store(
-        parse_sources(files(tmp_path)),
-        encoded_frame(namespace("int8"), LAYOUT, "int8"),
-        depth=1,
-    )
+    frame = encoded_frame(namespace("int8"), LAYOUT, "int8")
+    below = open_store(parse_sources(files(tmp_path)), frame, depth=1)
     head = len(text).to_bytes(4, "little") + text.encode()
-    payload = head.ljust(-(-len(head) // 64) * 64, b"\0") + b"too short"
+    payload = head.ljust(-(-len(head) // 64) * 64, b"\0") + BLOCK[:-1]
     await below.put(KEY, memoryview(payload))
-    store = opened(f"memory://4MB,{files(tmp_path)}", "int8")
+    store = opened(f"memory://4MB,{files(tmp_path)}", "int8", device=device)
     assert await store.contains([KEY]) == [True]
-    out = on_page(LAYOUT.block_bytes)
+    out = on_page(frame.payload_bytes if device else LAYOUT.block_bytes)
     with pytest.raises(BlockCorrupt):
         await store.get_into(KEY, out)
+    assert store.lend(KEY) is None
     await until_deleted(below, KEY)
     with pytest.raises(BlockMissing):
         await store.get_into(KEY, out)
