@@ -29,6 +29,7 @@ step later than computing alone would (`patience_s`), whatever the store does.
 """
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,8 @@ from sglang_cake.loading.cost_model import (
 from sglang_cake.loading.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
+
+_LOADED = re.compile(b"[%c%c]+" % (BlockState.WANTED, BlockState.LANDED))
 
 # Loads begin only if computing alone takes longer than the best way with loads by more than this
 # share. Loads under way go on unless computing alone is quicker.
@@ -539,11 +542,14 @@ def should_load(
 
 
 def device_work(view: View, load_from: int | None) -> StepWork:
-    """The work of a prompt if blocks from `load_from` on are loaded; None: no block is loaded."""
-    stop = view.prompt_tokens
-    if load_from is not None and view.wanted:
-        stop = min(stop, load_from * view.block_tokens)
-    return work_of(view.front, max(view.front, stop))
+    """The work of a prompt if stored blocks from `load_from` on are loaded; None: no block is."""
+    work, start = StepWork(), view.front
+    if load_from is not None:
+        for run in _LOADED.finditer(view.states, max(0, load_from - view.first)):
+            stop = (view.first + run.start()) * view.block_tokens
+            work += work_of(start, stop)
+            start = max(start, min((view.first + run.end()) * view.block_tokens, view.limit))
+    return work + work_of(start, view.prompt_tokens)
 
 
 def is_overdue(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:

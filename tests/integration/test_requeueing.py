@@ -1192,3 +1192,22 @@ def test_requeued_request_that_lost_a_part_of_a_page_counts_all_its_loads_as_cac
     req.prefix_len = BLOCK  # whole pages are in the tree
     admission.base.coordinator.attach_islands(req, lambda *args: None)
     assert req.already_computed == BLOCK
+
+
+def test_requeued_request_without_its_record_and_its_kv_counts_no_token_as_cached(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a pause in which the tree was flushed."""
+    admitted = admitted_tokens(monkeypatch)
+    admission = admissions()
+    req = admission.req("first", stored=True)
+    req.prefix_len = req.already_computed = BLOCK
+    admission.queue.append(admission.req("other"))
+    admission.wait(req)
+    assert admission.chunk(req) is None  # it went back to the queue
+    admission.coordinator.release_all()
+    req.last_node = None
+    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    adder.add_one_req(req, False, None)
+    assert admitted == [PROMPT]
+    assert req.already_computed == 0

@@ -219,17 +219,19 @@ def _is_prefill_server(server: VirtualSGLang) -> None:
 
 
 @pytest.mark.parametrize("setting", [_drops_for_length, _is_prefill_server])
+@pytest.mark.parametrize(("tokens", "stored_tokens"), [(1500, 1499), (60_000, 20_000)])
 def test_sglang_scheduler_stored_prompt_waits_for_no_prefill_that_cannot_be_interrupted(
-    setting: Callable[[VirtualSGLang], None],
+    setting: Callable[[VirtualSGLang], None], tokens: int, stored_tokens: int
 ) -> None:
-    short = Prompt(0.0, array("q", range(1000, 2500)), stored=range(1499 // BLOCK_TOKENS))
-    long = Prompt(0.001, array("q", range(5000, 65000)))
+    prompt = array("q", range(1000, 1000 + tokens))
+    first = Prompt(0.0, prompt, stored=range(stored_tokens // BLOCK_TOKENS))
+    long = Prompt(0.001, array("q", range(500_000, 560_000)))
     took_s = {}
     modes: tuple[Mode, ...] = ("auto", "compute")
     for mode in modes:
         with virtual_sglang(LLAMA_8B, link_bytes_per_s=25e9, mode=mode) as server:
             setting(server)
-            server.serve([short, long])
+            server.serve([first, long])
             took_s[mode] = server.first_token_s
     assert took_s["auto"]["0"] <= took_s["compute"]["0"]
     assert took_s["auto"]["1"] <= took_s["compute"]["1"]

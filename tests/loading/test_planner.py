@@ -475,10 +475,21 @@ def test_planner_silent_link_is_marked_late_and_a_slow_link_is_not() -> None:
     assert (slow.load_from, slow.ends_loads) == (None, False)
 
 
-@pytest.mark.parametrize(("keep", "tokens"), [(None, 1000), (8, 750), (0, 0)])
-def test_device_work_counts_the_tokens_that_are_not_loaded(keep: int | None, tokens: int) -> None:
-    assert device_work(view_of([WANTED] * 10, front=50), keep).tokens == tokens
-    assert device_work(view_of([ABSENT] * 10, front=50), keep).tokens == 1000
+@pytest.mark.parametrize(
+    ("states", "keep", "tokens"),
+    [
+        ([WANTED] * 10, None, 1000),
+        ([WANTED] * 10, 8, 800),
+        ([WANTED] * 10, 0, 50),
+        ([ABSENT] * 10, 0, 1000),
+        ([WANTED] * 4 + [ABSENT] * 6, 0, 650),
+        ([WANTED] * 4 + [ABSENT] * 2 + [LANDED] + [WANTED] * 3, 2, 400),
+    ],
+)
+def test_device_work_counts_the_tokens_that_are_not_loaded(
+    states: list[BlockState], keep: int | None, tokens: int
+) -> None:
+    assert device_work(view_of(states, front=50), keep).tokens == tokens
 
 
 def test_planner_only_the_last_step_before_the_meet_ends_with_a_block() -> None:
