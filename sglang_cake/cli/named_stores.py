@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sglang_cake.codecs import frame as frames
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
-from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -205,11 +205,17 @@ async def stats_of(named: NamedStore, frames: list[BlockFrame]) -> StoreStats:
 
 
 def unused_bytes(named: NamedStore, stats: StoreStats) -> float:
-    """Bytes that a store takes before it evicts blocks; infinite if it tells no limit."""
+    """Bytes that a store takes before it evicts blocks; infinite if it tells no limit.
+
+    Raises: StoreUnavailable if it has a limit, and does not know how full it is.
+    """
     unused = math.inf
     if named.files is not None:
         unused = shutil.disk_usage(named.files.path).free - named.files.min_free_bytes
-    if stats.capacity_bytes is not None and stats.used_bytes is not None:
+    if stats.capacity_bytes is not None:
+        if stats.used_bytes is None:
+            text = "the store does not know yet how full it is: try again later"
+            raise StoreUnavailable(f"{named.url}: {text}")
         capacity_bytes = stats.capacity_bytes - ahead_bytes(stats.capacity_bytes)
         unused = min(unused, capacity_bytes - stats.used_bytes)
     return unused

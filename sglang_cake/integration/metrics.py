@@ -283,11 +283,13 @@ class StoreMetrics:
         if store is not self._store:
             self._store = store
             self._counts = {}
+            self._used.set(0)
         for name, count in store.events().items():
             self._count(self._events(name), count)
         if stats is None:
             return
-        self._used.set(stats.used_bytes or 0)
+        if stats.used_bytes is not None:  # else a folder may be building its index again
+            self._used.set(stats.used_bytes)
         self._capacity.set(stats.capacity_bytes or 0)
         for name, count in asdict(stats.evictions).items():
             if count:

@@ -18,7 +18,6 @@ from namespace_folder import NamespaceFolder
 from polling import until
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum
-from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys, end_keys
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -199,9 +198,7 @@ def _names(file: Path) -> tuple[Digest, BlockKey]:
 
 def _is_indexed(folder: BlockFolder, file: Path) -> bool:
     digest, key = _names(file)
-    try:
-        folder.stats()  # raises while the index is not open yet, on a busy disk
-    except StoreUnavailable:
+    if folder.stats().blocks is None:  # the index is not open yet, on a busy disk
         return False
     return folder.contains(digest, [key], 0, threading.Event()) == [True]
 

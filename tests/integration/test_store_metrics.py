@@ -87,6 +87,18 @@ async def test_store_metrics_each_tier_is_published_from_the_start_and_over_a_sw
     assert of("blocks_total", 1, event="read") == 1  # a counter never goes back
 
 
+def test_store_metrics_used_bytes_that_are_unknown_for_a_while_stay(metrics):
+    store_metrics, registry = metrics
+    store = MemoryStore()
+    for of, stats, used_bytes in (
+        (store, StoreStats(used_bytes=4096), 4096),
+        (store, StoreStats(), 4096),
+        (MemoryStore(), StoreStats(), 0),
+    ):
+        store_metrics.publish(of, stats)
+        assert sample(registry, "store_used_bytes") == used_bytes
+
+
 def test_store_metrics_evictions_are_counted_once_by_policy(metrics):
     store_metrics, registry = metrics
     stats = StoreStats(policy="workload", evictions=EvictionCounts(4096, 2, 17, 3))

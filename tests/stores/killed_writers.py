@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
@@ -97,13 +96,9 @@ def opened(root, fsync="off", **options):
     """With its index open, however long that takes: the product waits for it OPEN_WAIT_S."""
     folder = BlockFolder(FolderSettings(root, fsync, **options))
     store, end_s = FileStore(folder, FRAME, threads=2), time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            folder.stats()
-            return store
-        except StoreUnavailable:
-            if time.monotonic() > end_s:
-                raise
+    while folder.stats().blocks is None:
+        assert time.monotonic() < end_s
+    return store
 
 
 async def put_all(store):

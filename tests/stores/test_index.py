@@ -8,11 +8,13 @@ from functools import partial
 from itertools import islice
 
 import pytest
+from filestore import waiting_for_the_index
 from polling import until
 from test_capacity import CAPACITY_BYTES, opened, put
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import Digest
+from sglang_cake.stores.base import StoreStats
 from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.index import (
@@ -241,6 +243,15 @@ def test_block_folder_with_an_implausible_number_in_its_index_counts_anew(tmp_pa
         assert (after.blocks, after.block_bytes) == (before.blocks, before.block_bytes)
         assert before.used_bytes <= after.used_bytes <= CAPACITY_BYTES  # with the damaged index
         assert put(folder, "new")
+
+
+def test_block_folder_without_an_index_lacks_its_totals_only(tmp_path):
+    (tmp_path / "index.db").mkdir()
+    with (
+        waiting_for_the_index(0.0),
+        closing(BlockFolder(FolderSettings(tmp_path, capacity_bytes=10**9))) as folder,
+    ):
+        assert folder.stats() == StoreStats(capacity_bytes=10**9, policy=folder.settings.policy)
 
 
 def is_open(folder):

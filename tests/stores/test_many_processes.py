@@ -74,10 +74,7 @@ def begun(folder, name):
 
 
 def is_open(folder):
-    try:
-        return folder.stats().blocks is not None
-    except StoreUnavailable:
-        return False
+    return folder.stats().blocks is not None
 
 
 @pytest.mark.parametrize("ends", ["committed", "given up"])

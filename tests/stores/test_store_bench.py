@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from filestore import waiting_for_the_index
 from storetools import ALICE, fill, held, store, told, url_of
 from system_calls import reads_of_this_process
 
@@ -108,6 +109,17 @@ def test_store_bench_without_free_space_fails_and_leaves_no_file(tmp_path, capsy
     assert "no room to measure" in capsys.readouterr().err
     files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert [name for name in files if not name.startswith("index.")] == []
+
+
+def test_store_bench_of_a_store_that_does_not_know_how_full_it_is_is_one_error_line(
+    tmp_path, capsys
+):
+    (tmp_path / "index.lock").touch()
+    (tmp_path / "index.db").mkdir()
+    with waiting_for_the_index(0.0):
+        assert store("bench", f"{url_of(tmp_path)}&capacity=1GB", *SMALL) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not know yet how full it is" in line
 
 
 def test_store_bench_of_a_nearly_full_store_evicts_only_with_evict(tmp_path, capsys):

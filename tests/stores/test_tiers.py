@@ -212,7 +212,7 @@ async def test_tiered_store_cancelled_lookup_leaves_no_task():
 async def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
     class Short(WrapperStore):
         async def contains(self, keys):
-            return [True]
+            return [True] if keys else []
 
     async with opened_tiers() as tiers:
         tiers.store.tiers[0].store = Short(tiers.memory[0])
@@ -556,6 +556,37 @@ async def test_tiered_store_stats_while_one_tier_hangs_tell_that_the_other_is_le
         tiers.outage[0].hangs = True
         stats = await asyncio.wait_for(tiers.store.stats(), PATIENCE_S)
         assert not stats.tiers[1].reading
+
+
+class Untold(WrapperStore):
+    """Blocks are looked up and read, but there are no statistics."""
+
+    def __init__(self, inner, how):
+        super().__init__(inner)
+        self.how, self.asked = how, 0
+
+    async def stats(self):
+        self.asked += 1
+        if self.how == "hangs":
+            await asyncio.Event().wait()
+        raise StoreUnavailable("no index") if self.how == "fails" else ValueError("a bug")
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs", "has a bug"])
+async def test_tiered_store_tier_without_statistics_stays_in_use(how, caplog):
+    """As a file store without its index, which serves reads."""
+    async with opened_tiers(late_answer_s=0.001) as tiers:
+        await tiers.fill(1, "a")
+        untold = Untold(tiers.calls[1], how)
+        tiers.store.tiers[1].store = untold
+        for _ in range(2 * FAILURES_IN_A_ROW):
+            stats = await tiers.store.stats()
+            assert [tier.stats is None for tier in stats.tiers] == [False, True]
+            assert all(tier.reading for tier in stats.tiers)
+        assert stats.tiers[1].counts["failed_calls"] == 0
+        assert await tiers.store.contains([key_of("a")]) == [True]
+        assert untold.asked == (1 if how == "hangs" else 2 * FAILURES_IN_A_ROW)
+    assert caplog.text.count("broke the contract") == (how == "has a bug")
 
 
 # ---- opening ----

@@ -283,8 +283,9 @@ class BlockFolder:
             return index.taken_bytes(digest)
 
     def stats(self) -> StoreStats:
-        """How full it is. Raises: StoreUnavailable."""
-        with self.supervisor.open() as index:
+        """How full it is. Without an index the totals are unknown."""
+        found = StoreStats()
+        with contextlib.suppress(StoreUnavailable), self.supervisor.open() as index:
             found = index.stats()
         return replace(
             found,

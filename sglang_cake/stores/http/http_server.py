@@ -281,10 +281,7 @@ class StoreServer(web.Server):
         return web.json_response(protocol.write_stats(await self._stats()))
 
     async def _get_metrics(self, *_: object) -> web.Response:
-        try:
-            stats = await self._stats()
-        except StoreUnavailable:  # the index may be built for minutes: the other metrics are there
-            stats = StoreStats()
+        stats = await self._stats()
         gauges = {
             "workers": self._workers,
             "blocks": stats.blocks,

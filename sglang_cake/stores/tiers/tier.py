@@ -238,8 +238,9 @@ class Tier:
     StoreUnavailable.
 
     Attributes:
-        asking: the breaker of lookups and statistics.
+        asking: the breaker of lookups.
         given_up: running calls whose result is not awaited any more.
+        stats_call: the last call for statistics.
     """
 
     def __init__(
@@ -270,6 +271,8 @@ class Tier:
         self.link = self.speed.read
         self.counts = TierCounts()
         self.given_up: set[asyncio.Task[Any]] = set()
+        self.stats_call: asyncio.Task[StoreStats] | None = None
+        self._has_complained = False
         self.copies = CopyQueue(self._write_copy, buffers, threads, puts_at_once(depth))
 
     @property
@@ -382,8 +385,23 @@ class Tier:
     async def delete(self, key: BlockKey) -> None:
         await self._watched(self.writing, self.store.delete(key))
 
-    async def stats(self) -> StoreStats:
-        return await self._watched(self.asking, self.store.stats())
+    async def stats(self, at_most_s: float) -> StoreStats | None:
+        """As `Store.stats`; None if there is no answer within `at_most_s`. A call that hangs is not
+        repeated. No breaker is told: a store that has no statistics now may be read."""
+        call = self.stats_call
+        if call is None or call.done():
+            call = self.stats_call = asyncio.ensure_future(self.store.stats())
+            call.add_done_callback(lambda call: call.cancelled() or call.exception())  # retrieved
+        await asyncio.wait([call], timeout=at_most_s)
+        if not call.done() or call.cancelled():
+            return None
+        error = call.exception()
+        if error is None:
+            return call.result()
+        if not isinstance(error, StoreError) and not self._has_complained:
+            self._has_complained = True
+            logger.error("tier %d broke the contract of stores", self.index + 1, exc_info=error)
+        return None
 
     async def _write_copy(self, key: BlockKey, data: memoryview | None) -> None:
         if data is None:

@@ -376,15 +376,19 @@ class TieredStore(Store):
     async def stats(self) -> StoreStats:
         """As in `Store`. Bytes are summed over the tiers that know them. The number of blocks is
         unknown, since most are in several tiers. If no tier answers, the stats have only the states
-        and counts of the tiers."""
+        and counts of the tiers.
+
+        A lookup without keys tells which tiers answer: their states are known also if there are no
+        requests, and tiers that are left out come back."""
         self._check_open()
         now_s = self._clock()
-        answers: list[_Answer[StoreStats]] = []
+        asked = [tier for tier in self.tiers if tier.may_ask(now_s)]
+        answers: list[_Answer[list[bool]]] = []
         with contextlib.suppress(StoreUnavailable):
-            asked = [tier for tier in self.tiers if tier.may_ask(now_s)]
-            answers = await self._ask(asked, Tier.stats)
-        stats = [stats for _, stats in answers]
-        by_index = {tier.index: stats for tier, stats in answers}
+            answers = await self._ask(asked, lambda tier: tier.contains(()))
+        told = await asyncio.gather(*(tier.stats(self.late_answer_s) for tier, _ in answers))
+        by_index = {tier.index: stats for (tier, _), stats in zip(answers, told, strict=True)}
+        stats = [each for each in told if each is not None]
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
         capacity = [s.capacity_bytes for s in stats if s.capacity_bytes is not None]
         bounded = len(capacity) == len(self.tiers)
@@ -415,6 +419,7 @@ class TieredStore(Store):
                 tier.counts.dropped_blocks += dropped
             given_up = [task for tier in self.tiers for task in tier.given_up]
             given_up += self._probes.values()
+            given_up += [tier.stats_call for tier in self.tiers if tier.stats_call is not None]
             for task in given_up:
                 task.cancel()
             if given_up:
