@@ -364,7 +364,10 @@ class HttpStore(Store):
         """As in `Store`; all fields are unknown on a plain server. Evictions are those of the
         server's processes, none of this one."""
         accepted = (200, *NOT_OURS)
-        found = await self._small("GET", protocol.STATS, accepted, protocol.read_stats)
+        circuit = self.transport.statistics
+        found = await self._small(
+            "GET", protocol.STATS, accepted, protocol.read_stats, circuit=circuit
+        )
         return replace(found or StoreStats(), evictions=EvictionCounts())
 
     async def close(self) -> None:

@@ -161,6 +161,8 @@ class HttpTransport:
         # on the disk, not on the few bytes of the request, so the limit never shrinks.
         floor_s = max(limits.first_s, limits.floor_s)
         self.descriptions = self._circuits.add("descriptions", replace(limits, floor_s=floor_s))
+        # A server may have none now, and answer lookups.
+        self.statistics = self._circuits.add("statistics", limits)
 
     async def close(self) -> None:
         self._circuits.close()

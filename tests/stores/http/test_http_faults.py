@@ -360,6 +360,21 @@ async def test_http_store_stats_have_no_evictions_of_the_server():
         assert await store.stats() == StoreStats(blocks=7, policy="lru")
 
 
+async def test_http_store_stats_that_fail_stop_no_lookup_and_are_asked_for_less_often():
+    """As of an older server, which has none while it builds its index."""
+
+    async def answer(asked):
+        ok = "contains" in asked.path
+        asked.answer(200 if ok else 503, b"\1" if ok else b"no index")
+
+    async with client_and_server(answer) as (store, server):
+        for _ in range(2 * FAILURES):
+            with pytest.raises(StoreUnavailable):
+                await store.stats()
+        assert len(server.asked) == FAILURES
+        assert await store.contains([A]) == [True]
+
+
 async def test_http_store_stats_above_the_size_limit_are_unavailable():
     async with client_and_server(answers(200, b" " * (MAX_ANSWER_BYTES + 1))) as (store, _):
         with pytest.raises(StoreUnavailable, match="more than"):
