@@ -16,9 +16,10 @@ _MAX_KEY_FILE_BYTES = 256  # 64 digits, and room for white space after them
 
 
 def read_secret_file(path: Path, *, name: str, most_bytes: int, hint: str) -> bytes:
-    """The first `most_bytes` of the file.
+    """The whole file. A part of it may look like another secret.
 
     Args:
+        most_bytes: a longer file is an error.
         name: what error messages call it.
         hint: what to do if it cannot be read.
 
@@ -35,11 +36,14 @@ def read_secret_file(path: Path, *, name: str, most_bytes: int, hint: str) -> by
             shared = status.st_uid == 0 != os.geteuid()
             if status.st_mode & (0o037 if shared else 0o077):
                 raise ConfigError(f"{name} {path} is open to others: chmod 600 {path}")
-            return os.read(fd, most_bytes)
+            content = os.read(fd, most_bytes + 1)
         finally:
             os.close(fd)
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; {hint}") from None
+    if len(content) > most_bytes:
+        raise ConfigError(f"{name} {path} is too long: write at most {most_bytes} bytes")
+    return content
 
 
 def own_secret_path(name: str, *, hint: str) -> Path:
@@ -83,7 +87,7 @@ def read_key(path: Path, *, name: str, hint: str) -> bytes:
 
     Raises: ConfigError, one line that says nothing of the file's content.
     """
-    text = read_secret_file(path, name=name, most_bytes=_MAX_KEY_FILE_BYTES + 1, hint=hint)
-    if len(text) > _MAX_KEY_FILE_BYTES or not _KEY.fullmatch(text):
+    text = read_secret_file(path, name=name, most_bytes=_MAX_KEY_FILE_BYTES, hint=hint)
+    if not _KEY.fullmatch(text):
         raise ConfigError(f"{name} {path} does not hold 64 hex digits; {hint}")
     return bytes.fromhex(text.decode().strip())

@@ -45,3 +45,12 @@ def test_secret_file_is_read_if_only_its_owner_or_a_group_of_roots_may_read_it(
     else:
         with pytest.raises(ConfigError, match=f"key {path} is open to others: chmod 600"):
             read_secret_file(path, name="key", most_bytes=9, hint="-")
+
+
+def test_secret_file_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"a" * 9)
+    path.chmod(0o600)
+    assert read_secret_file(path, name="key", most_bytes=9, hint="-") == b"a" * 9
+    with pytest.raises(ConfigError, match=f"key {path} is too long: write at most 8 bytes"):
+        read_secret_file(path, name="key", most_bytes=8, hint="-")

@@ -447,7 +447,7 @@ WRONG = {
     SECRET: "does not hold 64 hex digits",
     SECRET.hex()[:-1].encode(): "does not hold 64 hex digits",
     SECRET.hex().encode() + b"0": "does not hold 64 hex digits",
-    SECRET.hex().encode() + b"\n" * 1000: "does not hold 64 hex digits",
+    SECRET.hex().encode() + b"\n" * 1000: "is too long: write at most 256 bytes",
     b"g" * 64: "does not hold 64 hex digits",
 }
 

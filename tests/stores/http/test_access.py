@@ -242,6 +242,16 @@ def test_server_credentials_removed_token_is_refused_while_another_file_is_inval
         write_private(invalid, before)
 
 
+def test_server_credentials_file_that_grows_too_long_changes_no_token(tmp_path):
+    path = write_token(tmp_path)
+    credentials = ServerCredentials(path)
+    write_private(path, f"{OTHER * 4}\n" * 2000)
+    with pytest.raises(ConfigError, match="too long"):
+        credentials.refresh()
+    assert credentials.tokens.may_write(f"Bearer {TOKEN}")
+    assert not credentials.tokens.may_read(f"Bearer {OTHER * 4}")
+
+
 def test_server_credentials_several_invalid_files_are_all_named(tmp_path):
     (tmp_path / "reading").mkdir()
     path, read_path = write_token(tmp_path), write_token(tmp_path / "reading", READING)

@@ -94,6 +94,7 @@ BAD_FILES = {
     "empty": (b"\n", 0o600, "no token"),
     "short": (b"a" * 15, 0o600, "at least 16"),
     "two words": (b"a" * 16 + b" b", 0o600, "no spaces"),
+    "too long": ((b"a" * 64 + b"\n") * 1009, 0o600, "too long"),  # cut, it would have a short token
     "binary": (b"\xff" * 20, 0o600, "ASCII"),
     "group may read": (b"a" * 16, 0o640, "chmod 600"),
     "others may write": (b"a" * 16, 0o602, "chmod 600"),
