@@ -200,6 +200,7 @@ class CakeService:
         if getattr(pool, "request_window", None) is not None:
             tree.joined = WeakSet()
         stored = _sliced(self.kv.layout, slices, ends)
+        self._block_bytes = stored.block_bytes
         lossy = may_lose(stored, config.codec, config.max_error, self._rope_theta)
         facts = server_fields(
             ctx,
@@ -467,6 +468,7 @@ class CakeService:
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
             pin=self._pin if self.kv.device.type == "cuda" else None,
+            block_bytes=self._block_bytes,
         )
 
     def _open(self, sources: list[StoreSource], namespace: Namespace) -> Store:

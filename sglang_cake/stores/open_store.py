@@ -232,6 +232,7 @@ def parse_sources(
     reads_count: bool = True,
     sharers: int = 1,
     pin: Pin | None = None,
+    block_bytes: int = 0,
 ) -> list[StoreSource]:
     """Sources of a `--cake-store`, `URL[,URL...]`, fastest first. No I/O but imports.
 
@@ -241,13 +242,23 @@ def parse_sources(
         reads_count: reads are accesses for eviction; False for tools, which never lead it.
         sharers: processes of this machine that open the stores.
         pin: for host memory that a device copies from.
+        block_bytes: of a block without codec; 0: not known yet.
 
     Raises: ConfigError, one line that names the bad part and the allowed values.
     """
     if text is None:
         return [replace(default_source(policy), reads_count=reads_count)]
     return [
-        _source(replace(url, policy=policy, reads_count=reads_count, sharers=sharers, pin=pin))
+        _source(
+            replace(
+                url,
+                policy=policy,
+                reads_count=reads_count,
+                sharers=sharers,
+                pin=pin,
+                block_bytes=block_bytes,
+            )
+        )
         for url in split_urls(text)
     ]
 

@@ -112,6 +112,7 @@ class StoreUrl:
     reads_count: bool = True  # reads are accesses, for eviction; False for tools
     sharers: int = 1  # processes of this machine that open it
     pin: Pin | None = None  # for host memory that a device copies from
+    block_bytes: int = 0  # of a block without codec; 0: not known yet
     behind_memory: bool = False  # a tier before it is memory
     _known: list[str] = field(default_factory=list)
 

@@ -152,6 +152,10 @@ def test_memory_smaller_than_a_block_is_one_line():
     (source,) = parse_sources("memory://8KiB", sharers=3)
     with pytest.raises(ConfigError, match="raise it"):
         source.open(FRAME, depth=1)
+    for limits in ("", "?bandwidth=1GB/s"):  # as soon as the size of blocks is known
+        with pytest.raises(ConfigError, match="raise it"):
+            parse_sources(f"memory://8KiB{limits}", sharers=3, block_bytes=FRAME.payload_bytes)
+    parse_sources("memory://1MB", sharers=3, block_bytes=FRAME.payload_bytes)
 
 
 async def test_memory_capacity_is_divided_among_the_processes_of_the_machine():

@@ -223,14 +223,19 @@ class HostMemorySource:
         """None: a tool cannot read the memory of a server."""
         return []
 
-    def new_memory(self, block_bytes: int) -> BlockMemory:
-        """The part of one process, for blocks of at most `block_bytes`. Raises: ConfigError."""
+    def check_block(self, block_bytes: int) -> None:
+        """Check that the part of one process holds a block. Raises: ConfigError."""
         own_bytes = self.capacity_bytes // self.sharers
         if own_bytes < whole_pages(block_bytes):
             raise ConfigError(
                 f"store URL memory://: {mib(own_bytes)} for each of {self.sharers} processes hold "
                 f"no block, which has {mib(block_bytes)}: raise it"
             )
+
+    def new_memory(self, block_bytes: int) -> BlockMemory:
+        """The part of one process, for blocks of at most `block_bytes`. Raises: ConfigError."""
+        self.check_block(block_bytes)
+        own_bytes = self.capacity_bytes // self.sharers
         self._check(own_bytes)
         try:
             return BlockMemory(
@@ -277,7 +282,7 @@ def parse(url: StoreUrl) -> HostMemorySource:
         capacity_bytes = parse_size(url.place)
     except ConfigError as error:
         raise url.error(f"{error}; the memory for all of this machine, as memory://64GB") from None
-    return HostMemorySource(
+    source = HostMemorySource(
         capacity_bytes,
         policy=url.option("policy", one_of(*POLICIES), url.policy),
         reads_count=url.reads_count,
@@ -288,3 +293,5 @@ def parse(url: StoreUrl) -> HostMemorySource:
         sharers=url.sharers,
         pin=url.pin,
     )
+    source.check_block(url.block_bytes)
+    return source
