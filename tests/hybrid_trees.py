@@ -169,15 +169,18 @@ class HybridTree:
         core: str = "python",
         *,
         block: int = BLOCK,
+        state_chunk: int = BLOCK,
         parts: Mapping[str, Callable[..., Any]] | None = None,
         tree: type = CakeRadixCache,
     ) -> None:
         """Args:
+        state_chunk: with extra buffers, so many tokens are between two states of a step.
         parts: in place of classes of SGLang that make pools and allocators, by their names.
         tree: its class.
         """
         self.cfg = cfg
         self.block = block
+        self.state_chunk = state_chunk
         with pytest.MonkeyPatch.context() as patch:
             self._make_pools(patch, parts or {})
             patch.setattr(fixtures, "UnifiedRadixCache", tree)
@@ -188,7 +191,7 @@ class HybridTree:
             patch.setitem(sys.modules, module, inspector)
             patch.setattr(fixtures, "UnifiedTreeCoreInspectionInterface", object)
             self.tree, self.allocator, self.requests = fixtures.build_fixture(
-                cfg, tree_core_backend=core, mamba_cache_chunk_size=BLOCK
+                cfg, tree_core_backend=core, mamba_cache_chunk_size=state_chunk
             )
         pool = self.allocator.get_kvcache()
         self.full_pool = getattr(pool, "full_kv_pool", pool)
@@ -409,7 +412,7 @@ class HybridTree:
                 entry = ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend(
                     SimpleNamespace(
                         model_config=SimpleNamespace(
-                            hf_text_config=SimpleNamespace(mamba_chunk_size=BLOCK)
+                            hf_text_config=SimpleNamespace(mamba_chunk_size=self.state_chunk)
                         ),
                         tree_cache=self.tree,
                         req_to_token_pool=self.requests,

@@ -235,6 +235,16 @@ def has_tracked_state(kv: Any, place: int) -> bool:
     return bool(kv.mamba_ping_pong_track_buffer[place] != -1) if empty is None else not empty[place]
 
 
+def state_chunk_tokens() -> int:
+    """The tokens between two recurrent states that the forward of a step keeps, with SGLang's extra
+    buffers: whole pages, and whole chunks of the kernels."""
+    try:
+        from sglang.srt.runtime_context import mamba_cache_chunk_size
+    except ImportError:  # a version before 0.5.23 may not tell: fewer states are kept then
+        return 1
+    return int(mamba_cache_chunk_size())
+
+
 def drops_states_beyond_answers() -> bool:
     """Whether SGLang keeps no state that is after the last token of an answer: a step that
     accepts drafts may go on beyond it."""

@@ -12,10 +12,13 @@ from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder
 class BareTree(CakeRadixCache):
     """The tree of a coordinator; nothing is ever inserted.
 
-    Attributes: saved_end: where the next step of a request must stop.
+    Attributes:
+        saved_end: where the next step of a request must stop.
+        state_chunk_tokens: a step that is cut ends at a multiple of so many tokens.
     """
 
     saved_end: int | None = None
+    state_chunk_tokens: int = 1
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -25,6 +28,9 @@ class BareTree(CakeRadixCache):
 
     def step_stop(self, req: Any) -> int | None:
         return self.saved_end
+
+    def cut_stop(self, req: Any, cut: int) -> int:
+        return cut - cut % self.state_chunk_tokens
 
 
 def prefill_adder(

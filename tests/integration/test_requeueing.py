@@ -523,6 +523,40 @@ def test_chunked_request_step_ends_at_the_first_of_its_stops(
 
 
 @pytest.mark.parametrize(
+    ("planned", "chunk_tokens", "align", "limit"),
+    [
+        (None, 64, None, 60),  # where SGLang would cut it
+        (64, 64, None, 60),
+        (33, 64, None, 30),
+        (None, 60, None, None),
+        (None, 64, 16, None),  # chunks of one length
+        (None, None, None, None),  # SGLang does not chunk
+        (64, None, None, 60),
+    ],
+)
+def test_chunked_request_step_is_cut_where_later_steps_keep_states(
+    admissions: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    planned: int | None,
+    chunk_tokens: int | None,
+    align: int | None,
+    limit: int | None,
+) -> None:
+    admission = admissions()
+    admission.scheduler.truncation_align_size = align
+    step = None if planned is None else StepPlan(planned, wait=False)
+    monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", lambda adder, req: req)
+    tree = BareTree(admission.coordinator)
+    tree.state_chunk_tokens = 10
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=chunk_tokens)
+    req = admission.req("running")
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    adder.add_chunked_req(req)
+    assert adder.chunked_req_limit == limit
+
+
+@pytest.mark.parametrize(
     ("passing", "planned", "limit"), [(None, None, None), (40, None, 40), (40, 32, 32)]
 )
 def test_chunked_request_that_passes_others_computes_no_more_than_its_limit(
@@ -629,6 +663,31 @@ def test_waiting_request_step_ends_at_the_first_of_its_stops(
         adder.new_chunked_req = object()
     assert adder.add_one_req(req, chunked == "before", None) == AddReqResult.CONTINUE
     assert admitted == ([] if computed is None else [computed])
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "chunked", "computed"),
+    [(64, False, 60), (None, False, PROMPT), (64, True, PROMPT)],
+)
+def test_waiting_request_step_is_cut_where_later_steps_keep_states(
+    admissions: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_tokens: int | None,
+    chunked: bool,
+    computed: int,
+) -> None:
+    """Beside a chunked request, SGLang decides whether it is admitted whole."""
+    admitted = admitted_tokens(monkeypatch)
+    admission = admissions()
+    monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: None)
+    req = admission.req("waiting")
+    req.last_node = None
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    tree = BareTree(admission.coordinator)
+    tree.state_chunk_tokens = 10
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=chunk_tokens)
+    assert adder.add_one_req(req, chunked, None) == AddReqResult.CONTINUE
+    assert admitted == [computed]
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,44 @@ def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block_in_each_step(
     assert side.save(req, steps[-1] - steps[-1] % side.block)
 
 
+def step(side: HybridTree, req: Any, cut: int) -> None:
+    """A step that SGLang would end at token `cut`, as the prefill adder has it."""
+    req.extend_end = side.tree.cut_stop(req, cut)
+    side.tree.track_end(req)
+    assert side.compute(req, req.extend_end)
+
+
+@cores()
+@pytest.mark.parametrize("cuts", [(20, 52, 91), (4, 36, 91), (20, 23, 60, 91), (44, 91)])
+def test_radix_ends_extra_buffer_keeps_the_last_state_of_a_prompt_after_a_cut_at_any_token(
+    core: str, cuts: tuple[int, ...]
+) -> None:
+    """As of the second prompt in a chunk, which has what the first one has left. SGLang counts its
+    state chunks from the start of a step."""
+    side = HybridTree(replace(KINDS["state-extra-buffer"], page_size=1), core, block=2 * BLOCK)
+    req = side.start([*range(91)])
+    for cut in cuts:
+        step(side, req, cut)
+    assert side.save(req, 80)
+    side.release(req)
+    again = side.arrive([*range(86), 7, 7, 7])
+    assert again.prefix_len == 80  # its own steps begin at a state chunk, too
+
+
+@pytest.mark.parametrize(("cut", "stop"), [(47, 40), (40, 40), (25, 24), (23, 23), (100, 100)])
+def test_radix_ends_extra_buffer_step_is_cut_between_state_chunks(cut: int, stop: int) -> None:
+    """A step that would have no tokens left is not moved, nor is the end of the prompt."""
+    side = HybridTree(replace(KINDS["state-extra-buffer"], page_size=1), block=2 * BLOCK)
+    req = side.start([*range(100)], 20)
+    assert side.tree.cut_stop(req, cut) == stop
+
+
+def test_radix_ends_no_buffer_step_is_cut_anywhere() -> None:
+    """It keeps a state where it ends."""
+    side = tree_of("state")
+    assert side.tree.cut_stop(side.start(PROMPT), 21) == 21
+
+
 @cores()
 def test_radix_ends_extra_buffer_keeps_the_state_where_prompts_diverge_in_a_later_step(
     core: str,

@@ -1,6 +1,7 @@
 """SGLang's radix tree, which calls cake where KV is computed, released or evicted."""
 
 import logging
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
@@ -445,6 +446,23 @@ class CakeRadixCache(UnifiedRadixCache):
             if stop + tokens_after > req.prefix_len and self.saving.wants_end(record, stop):
                 return stop + tokens_after
         return None
+
+    def cut_stop(self, req: "Req", cut: int) -> int:
+        """Where a step that would be cut at token `cut` of a prompt ends.
+
+        SGLang's extra buffers keep states at multiples of its state chunk from the start of a step.
+        So a step that starts between two of them could keep none at a block boundary, and nor could
+        any later one of the prompt. A step that would have no tokens left is cut as it is.
+        """
+        if (
+            self.ends is None
+            or self.coordinator is None
+            or cut >= len(req.full_untruncated_fill_ids)
+        ):
+            return cut
+        grid = math.gcd(self.ends.state_chunk_tokens, self.coordinator.block_tokens)
+        stop = cut - cut % grid
+        return stop if stop > req.prefix_len else cut
 
     def track_end(self, req: "Req") -> None:
         """With SGLang's extra buffers, have the forward of the scheduled step keep the state at the

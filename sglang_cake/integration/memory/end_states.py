@@ -29,6 +29,7 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import PlaneGroup
+from sglang_cake.integration.compat import state_chunk_tokens
 from sglang_cake.integration.memory.kv_pool import (
     PIECE_BYTES,
     Copy,
@@ -93,17 +94,26 @@ class EndStates:
     Attributes:
         window_tokens: tokens of an end's window; 0: no layer has a sliding window.
         tail_tokens: so many last tokens of a prompt are computed, whatever is stored.
+        state_chunk_tokens: with SGLang's extra buffers, the forward keeps a recurrent state inside
+            of a step at multiples of so many tokens from the start of the step. 1: it keeps one
+            where the step ends.
         count: end blocks of one end.
 
     Args: parts: in the order of their end blocks.
     """
 
     def __init__(
-        self, parts: Sequence[EndPart], *, window_tokens: int = 0, tail_tokens: int = 0
+        self,
+        parts: Sequence[EndPart],
+        *,
+        window_tokens: int = 0,
+        tail_tokens: int = 0,
+        state_chunk_tokens: int = 1,
     ) -> None:
         self.parts = parts
         self.window_tokens = window_tokens
         self.tail_tokens = tail_tokens
+        self.state_chunk_tokens = state_chunk_tokens
         self._runs = [run for part in parts for run in part.copies]
         self.count = sum(count for _, count in self._runs)
 
@@ -147,7 +157,12 @@ class EndStates:
             kv.also_scheduler = True  # the scheduler thread copies states on its own stream
         if not parts:
             return None
-        return cls(parts, window_tokens=window_tokens, tail_tokens=tail_tokens)
+        return cls(
+            parts,
+            window_tokens=window_tokens,
+            tail_tokens=tail_tokens,
+            state_chunk_tokens=state_chunk_tokens() if tree.enable_mamba_extra_buffer else 1,
+        )
 
     def describe(self) -> str:
         """Canonical JSON for the namespace: end states of another form are never found."""

@@ -291,13 +291,13 @@ class CakePrefillAdder(PrefillAdder):
                     req, queue, coordinator, budget
                 )
                 return Requeue(None) if yields else Park()
-            stops = [None if step is None else step.stop, tree.step_stop(req)]
+            stops = [None if step is None else step.stop]
             if most is not None:
                 stops.append(req.prefix_len + most)
             if replayed := tree.replayed_tokens(req):  # they share the chunk with the new tokens
                 rest = self._step_tokens - replayed
                 stops.append(req.prefix_len + max(rest - rest % self.page_size, self.page_size))
-            return Run(_first(stops))
+            return self._run(req, stops)
 
     def _budget_for_others(
         self, req: "Req", coordinator: "Coordinator"
@@ -373,12 +373,23 @@ class CakePrefillAdder(PrefillAdder):
             if most is not None:
                 stop = _first([stop, req.prefix_len + most])
             if not has_chunked_req and self.new_chunked_req is None:
-                return Run(_first([stop, tree.step_stop(req)]))
+                return self._run(req, [stop])
             # SGLang knows one chunked request. A step that ends before the prompt does would make
             # this one the second.
             if stop is not None and stop < len(req.full_untruncated_fill_ids):
                 return Skip(AddReqResult.CONTINUE)
             return Run(stop)
+
+    def _run(self, req: "Req", stops: Iterable[int | None]) -> Run:
+        """The request is computed up to the first of some tokens, and so that the tree gets the end
+        states that are to be saved, of this step and of later ones."""
+        tree = self._cake()[0]
+        stop = cut = _first([*stops, tree.step_stop(req)])
+        # With an alignment, SGLang's chunks have one length.
+        if self.rem_chunk_tokens is not None and not self._scheduler.truncation_align_size:
+            cut = _first([cut, req.prefix_len + self.rem_chunk_tokens])
+        moved = None if cut is None else tree.cut_stop(req, cut)
+        return Run(stop if moved == cut else moved)
 
     def _passing_tokens(self, req: "Req") -> int | None:
         """How many tokens a request computes in this step beside earlier ones that wait for their
