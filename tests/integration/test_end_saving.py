@@ -25,6 +25,7 @@ class FakeEnds:
 
     count = COUNT
     tail_tokens = 0
+    state_chunk_tokens = 1
 
     def __init__(self, window_tokens: int = 0) -> None:
         self.window_tokens = window_tokens
@@ -170,6 +171,34 @@ def test_end_saving_inside_a_prompt_keeps_its_distance(harness: EndHarness) -> N
     last = (blocks - 1) * BLOCK  # the last token is never loaded
     spacing = END_SPACING * COUNT * BLOCK
     assert harness.stored_ends(record) == [spacing, 2 * spacing, last]
+
+
+@pytest.mark.parametrize("kept", [5, 6])
+def test_end_saving_stores_the_last_end_of_a_prompt_at_which_a_step_keeps_a_state(
+    harness: EndHarness, kept: int
+) -> None:
+    """State chunks of two blocks count from the start of a step, which may be at any block."""
+    harness.ends.state_chunk_tokens = 2 * BLOCK
+    record = known(6, extra_tokens=3)
+    harness.tell(record, (kept - 2) * BLOCK)
+    assert harness.asked == []
+    harness.tell(record, kept * BLOCK)
+    assert harness.stored_ends(record) == [kept * BLOCK]
+
+
+@pytest.mark.parametrize("kept", [4, 5])
+def test_end_saving_stores_the_last_end_before_prompts_diverge_at_which_a_step_keeps_a_state(
+    harness: EndHarness, kept: int
+) -> None:
+    harness.ends.state_chunk_tokens = 2 * BLOCK
+    record = known(20)
+    record.agreed.stored = (True,) * 5 + (False,) * 15
+    harness.tell(record, (kept - 2) * BLOCK)
+    assert harness.asked == []
+    harness.tell(record, kept * BLOCK)
+    assert harness.stored_ends(record) == [kept * BLOCK]
+    harness.tell(record, (kept + 2) * BLOCK)
+    assert harness.asked == [kept * BLOCK]
 
 
 def test_end_saving_counts_from_ends_that_are_stored(harness: EndHarness) -> None:

@@ -301,6 +301,39 @@ def test_radix_ends_no_buffer_step_is_cut_anywhere() -> None:
 
 
 @cores()
+@pytest.mark.parametrize("steps", [(), (8,), (8, 24)])
+@pytest.mark.parametrize("length", [40, 41, 47, 48, 50, 56])
+def test_radix_ends_extra_buffer_with_state_chunks_of_two_blocks_keeps_the_last_state_that_it_can(
+    core: str, steps: tuple[int, ...], length: int
+) -> None:
+    """As of a Granite 4, whose state chunks have 256 tokens, with blocks of 128."""
+    side = HybridTree(KINDS["state-extra-buffer"], core, state_chunk=2 * BLOCK)
+    req = side.start([*range(length)])
+    for cut in (*steps, length):
+        step(side, req, cut)
+    first = steps[-1] if steps else 0
+    assert side.save(req, length - (length - first) % side.state_chunk)
+
+
+@pytest.mark.parametrize(("front", "stop"), [(0, 10), (4, 10), (5, 11), (11, None)])
+def test_radix_ends_extra_buffer_step_stops_at_the_last_state_before_prompts_diverge(
+    front: int, stop: int | None
+) -> None:
+    """In blocks; prompts diverge after 11 of them."""
+    side = HybridTree(KINDS["state-extra-buffer"], state_chunk=2 * BLOCK)
+    io = IoThread()
+    writer = Writer(MemoryStore(), BufferPool(buffers_for(side.kv, 1)), io, Counters())
+    side.tree.saving = BlockSaving(side.kv, Copier(side.kv), writer, ends=side.ends)
+    record = record_of(16, block=BLOCK)
+    record.agreed.stored = (True,) * 11 + (False,) * 5
+    req = side.start(record.tokens, front * BLOCK)
+    side.tree.coordinator.records[req.rid] = replace(record, req=req)
+    found = side.tree.step_stop(req)
+    io.close()
+    assert found == (None if stop is None else stop * BLOCK)
+
+
+@cores()
 def test_radix_ends_extra_buffer_keeps_the_state_where_prompts_diverge_in_a_later_step(
     core: str,
 ) -> None:

@@ -1,6 +1,7 @@
 """New blocks and end states, copied from device memory into the write pipeline."""
 
 import contextlib
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,10 @@ class BlockSaving:
         stored = {block for block, yes in enumerate(agreed.ends) if yes} - agreed.lost_ends
         known = [block * size + size for block in stored]
         since = max([seen, *(each for each in known if each <= end)])
-        last |= end >= self._last_block(record) * size or end == self.branch(record)
+        # Where a state chunk has several blocks, steps keep no state at some of their boundaries.
+        grid = math.lcm(size, self._ends.state_chunk_tokens)
+        last |= end + grid > self._last_block(record) * size
+        last |= 0 <= self.branch(record) - end < grid
         return end > seen and (end - since) // size >= self._ends.count * (
             1 if last else END_SPACING
         )

@@ -426,17 +426,20 @@ class CakeRadixCache(UnifiedRadixCache):
         """Where the next step of a request must stop, if it gets there, so that the tree gets an
         end state that is to be saved; None: anywhere.
 
-        That is the token at which the prompt diverges from others. Without SGLang's extra buffers,
-        which keep recurrent states inside of steps, it is also the end of the last whole block
-        before the last token. A draft model's rows in a window need the next tokens, so the step
-        has these too.
+        That is the token at which the prompt diverges from others, or the last one before it whose
+        state the step keeps. Without SGLang's extra buffers, which keep recurrent states inside of
+        steps, it is also the end of the last whole block before the last token. A draft model's
+        rows in a window need the next tokens, so the step has these too.
         """
         if self.ends is None or self.coordinator is None or self.saving is None:
             return None
         record = self.coordinator.record(req)
         if record is None:
             return None
-        stops = [self.saving.branch(record)]
+        branch = self.saving.branch(record)
+        if self.enable_mamba_extra_buffer:
+            branch = self._kept_end(req.prefix_len, branch)
+        stops = [branch]
         if self.supports_mamba() and not self.enable_mamba_extra_buffer:
             last = len(req.full_untruncated_fill_ids) - 1
             stops.append(last - last % self.coordinator.block_tokens)
@@ -466,8 +469,8 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def track_end(self, req: "Req") -> None:
         """With SGLang's extra buffers, have the forward of the scheduled step keep the state at the
-        last block boundary before its end, or before the point where SGLang found the prompt to
-        diverge from others. SGLang sets that point once, and it stays for later steps."""
+        last block boundary that it can before its end, or before the point where SGLang found the
+        prompt to diverge from others. SGLang sets that point once, and it stays for later steps."""
         if self.ends is None or self.coordinator is None or not self.enable_mamba_extra_buffer:
             return
         keyed = len(req.full_untruncated_fill_ids) - self.coordinator.keys.next_tokens
@@ -476,9 +479,18 @@ class CakeRadixCache(UnifiedRadixCache):
         if branch > req.extend_end:
             return
         stop = min(last, branch if branch > req.prefix_len else last)
-        end = stop - stop % self.coordinator.block_tokens
-        if end > req.prefix_len:
+        if end := self._kept_end(req.prefix_len, stop):
             req.mamba_branching_seqlen = end
+
+    def _kept_end(self, start: int, stop: int) -> int:
+        """The last block boundary up to `stop` whose state SGLang's extra buffers keep in a step
+        that begins at `start`; 0: there is none."""
+        assert self.ends is not None
+        assert self.coordinator is not None
+        size = self.coordinator.block_tokens
+        ends = range(stop - stop % size, start, -size)
+        chunk = self.ends.state_chunk_tokens
+        return next((end for end in ends if (end - start) % chunk == 0), 0)
 
     def _last_window_start(self, up_to: int) -> int | None:
         """Where the window begins that belongs to the last block before `up_to`."""
