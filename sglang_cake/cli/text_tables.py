@@ -32,10 +32,13 @@ def count_text(count: float | None) -> str:
 
 
 def time_text(at_s: float | None) -> str:
-    """Local time; `-` if it is not known. Args: at_s: seconds since 1970."""
+    """Local time; `-` if it is not known, or no calendar has it. Args: at_s: seconds since 1970."""
     if at_s is None:
         return "-"
-    return datetime.fromtimestamp(at_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(at_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (OSError, OverflowError, ValueError):  # any program may set the times of a file
+        return "-"
 
 
 def printable(text: str, at_most: int = 60) -> str:

@@ -1,6 +1,7 @@
 """`sglang-cake store bench`: that it measures, cleans up, and what it says about a model."""
 
 import json
+import math
 
 import pytest
 from filestore import waiting_for_the_index
@@ -209,3 +210,9 @@ def test_text_tables_columns_are_aligned_and_values_formatted():
     assert count_text(None) == time_text(None) == "-"
     assert count_text(1234567) == "1,234,567"
     assert printable("a\nb\x00c" + "d" * 80, 10) == "a?b?cdd..."
+
+
+@pytest.mark.parametrize("at_s", [1e12, -1e12, 1e20, math.inf, math.nan])
+def test_time_text_of_a_time_that_no_calendar_has_is_a_dash(at_s):
+    """Any program may set the times of a file, and tmpfs keeps all of them."""
+    assert time_text(at_s) == "-"
