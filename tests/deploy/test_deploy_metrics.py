@@ -12,6 +12,8 @@ import pytest
 import yaml
 from deployed import DEPLOY, ROOT, compose
 
+from sglang_cake.stores.http.http_transport import HttpCounters
+
 DASHBOARD = DEPLOY / "grafana/provisioning/dashboards/sglang-cake.json"
 DATASOURCES = DEPLOY / "grafana/provisioning/datasources/prometheus.yaml"
 # Labels of every target, and those that SGLang gives to each of its metrics.
@@ -63,6 +65,22 @@ def labels_of(expression: str) -> set[str]:
         if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
             found |= set(node.modifier.labels)
     return found
+
+
+def selectors_of(expression: str) -> dict[str, list[Any]]:
+    """Of each metric of the expression, the conditions on its labels."""
+    nodes = (it for it in walk(promql.parse(expression)) if isinstance(it, promql.VectorSelector))
+    return {node.name: node.matchers.matchers for node in nodes}
+
+
+def admits(matchers: list[Any], label: str, value: str) -> bool:
+    """Whether series with this value of the label are selected."""
+    for each in (it for it in matchers if it.name == label):
+        equal = {"Equal": each.value == value, "Re": re.fullmatch(each.value, value)}
+        kind = str(each.op).rpartition(".")[2]
+        if bool(equal[kind.removeprefix("Not")]) is kind.startswith("Not"):
+            return False
+    return True
 
 
 def rules() -> list[dict[str, Any]]:
@@ -140,3 +158,15 @@ def test_grafana_dashboard_uses_the_data_source() -> None:
     of = {"type": "prometheus", "uid": source["uid"]}
     assert all(it["datasource"] == of for panel in panels for it in [panel, *panel["targets"]])
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels})
+
+
+def test_grafana_failures_have_no_event_of_a_store_that_is_well() -> None:
+    (panel,) = (
+        it for it in json.loads(DASHBOARD.read_text())["panels"] if it["title"] == "Failures"
+    )
+    name = "sglang:cake_store_events_total"
+    (conditions,) = (
+        found[name] for it in panel["targets"] if name in (found := selectors_of(it["expr"]))
+    )
+    shown = {event for event in HttpCounters().events() if admits(conditions, "event", event)}
+    assert HttpCounters().events().keys() - shown == {"requests", "hedges", "hedges_won"}
