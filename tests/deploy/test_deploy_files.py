@@ -204,6 +204,13 @@ def test_systemd_unit_is_exposed_no_more_than_it_was(installed: Path, path: Path
     assert tool("systemd-analyze", *options, weaker).returncode != 0
 
 
+def test_systemd_server_unit_names_no_setting_that_hides_the_gpu() -> None:
+    """Before systemd 252, ProtectClock= allows one device, which denies all others."""
+    service = unit(DEPLOY / "systemd/cake-server.service")["Service"]
+    hiding = {"PrivateDevices", "ProtectClock", "DevicePolicy", "DeviceAllow"}
+    assert not hiding & service.keys()
+
+
 def test_sbatch_script_passes_shellcheck() -> None:
     done = tool("shellcheck", SBATCH)
     assert done.returncode == 0, done.stdout
