@@ -30,8 +30,12 @@ from deployed import (
     unit,
 )
 
+from sglang_cake.stores.url import parse_size
+
 KUBERNETES = "1.34"
 WORST_EXPOSURE = {"cake-store.service": 15, "cake-server.service": 50}  # of 100, systemd's measure
+ORDER_BYTES = 800  # of the order of eviction, for a block (docs/deployment.md#host-memory)
+WORKERS_BYTES = 4 << 30
 PAGE = (ROOT / "docs/deployment.md").read_text()
 
 
@@ -209,6 +213,15 @@ def test_systemd_server_unit_names_no_setting_that_hides_the_gpu() -> None:
     service = unit(DEPLOY / "systemd/cake-server.service")["Service"]
     hiding = {"PrivateDevices", "ProtectClock", "DevicePolicy", "DeviceAllow"}
     assert not hiding & service.keys()
+
+
+def test_systemd_store_unit_has_memory_for_the_order_of_eviction() -> None:
+    """Of blocks of 1 MiB, as many as its disk holds, and for its workers."""
+    service = unit(DEPLOY / "systemd/cake-store.service")["Service"]
+    (capacity,) = re.findall(r"--capacity (\S+)", service["ExecStart"])
+    gibibytes = re.fullmatch(r"(\d+)G", service["MemoryMax"])
+    assert gibibytes is not None
+    assert int(gibibytes[1]) << 30 >= parse_size(capacity) / 2**20 * ORDER_BYTES + WORKERS_BYTES
 
 
 def test_sbatch_script_passes_shellcheck() -> None:
