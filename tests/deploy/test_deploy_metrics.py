@@ -160,6 +160,19 @@ def test_grafana_dashboard_uses_the_data_source() -> None:
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels})
 
 
+# Every rank of a tensor-parallel group counts the tokens of the same prompts.
+OF_PROMPTS = {"sglang:cake_loaded_tokens_total", "sglang:cake_computed_tokens_total"}
+
+
+def test_grafana_tokens_of_prompts_are_those_of_one_rank() -> None:
+    found = [selectors_of(it["expr"]) for it in targets()]
+    asked = [(name, each[name]) for each in found for name in OF_PROMPTS & each.keys()]
+    assert {name for name, _ in asked} == OF_PROMPTS
+    for name, conditions in asked:
+        ranks = [rank for rank in "0123" if admits(conditions, "tp_rank", rank)]
+        assert ranks == ["0"], name
+
+
 def test_grafana_failures_have_no_event_of_a_store_that_is_well() -> None:
     (panel,) = (
         it for it in json.loads(DASHBOARD.read_text())["panels"] if it["title"] == "Failures"
