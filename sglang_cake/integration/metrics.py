@@ -330,12 +330,18 @@ class StoreMetrics:
 
 
 def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
-    """The labels of SGLang's own cache metrics, with their values; None if metrics are off."""
+    """The labels of SGLang's own cache metrics, with values that no other scheduler of the server
+    has; None if metrics are off."""
     if not ctx.params.enable_metrics:
         return None
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
     from sglang.srt.runtime_context import get_parallel
 
-    labels = radix_cache_metric_labels("CakeRadixCache", get_parallel(), is_dp_attention_enabled())
+    parallel = get_parallel()
+    labels = radix_cache_metric_labels("CakeRadixCache", parallel, is_dp_attention_enabled())
+    # That is 0 on all replicas of the model. SGLang's metrics of schedulers have their number.
+    replica = getattr(parallel, "dp_rank", None)
+    if replica is not None:
+        labels["dp_rank"] = replica
     return {name: str(value) for name, value in labels.items()}

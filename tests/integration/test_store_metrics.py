@@ -13,7 +13,7 @@ from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.build import STATS_EVERY_S, close_later, publish_stats
-from sglang_cake.integration.metrics import Metrics, StoreMetrics
+from sglang_cake.integration.metrics import Metrics, StoreMetrics, scheduler_labels
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats
 from sglang_cake.stores.eviction import POLICIES
@@ -285,3 +285,26 @@ def test_swapped_store_is_closed_if_the_next_one_hangs_or_has_a_bug(following):
     old, new = Careless(), following()
     in_virtual_time(close_later(old, SimpleNamespace(drained=drained), lambda: new))
     assert old.closed
+
+
+@pytest.mark.parametrize(
+    ("replica", "in_groups", "expected"),
+    [
+        (None, False, ("3", "0")),
+        (0, False, ("3", "0")),
+        (2, False, ("3", "2")),  # replicas of the model, each with ranks of its own
+        (1, True, ("1", "1")),  # attention groups among the ranks
+    ],
+)
+def test_scheduler_labels_of_each_replica_and_rank_are_its_own(
+    replica, in_groups, expected, monkeypatch
+):
+    """Two processes with one label would overwrite each other's gauges."""
+    runtime_context = pytest.importorskip("sglang.srt.runtime_context")
+    ranks = SimpleNamespace(
+        tp_rank=3, pp_rank=0, dp_rank=replica, attn_tp_rank=1, attn_dp_rank=1 if in_groups else 0
+    )
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: ranks)
+    monkeypatch.setattr(runtime_context.get_flags().dp, "enabled", in_groups)
+    labels = scheduler_labels(SimpleNamespace(params=SimpleNamespace(enable_metrics=True)))
+    assert (labels["tp_rank"], labels["dp_rank"]) == expected
