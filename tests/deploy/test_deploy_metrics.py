@@ -12,6 +12,7 @@ import pytest
 import yaml
 from deployed import DEPLOY, ROOT, compose
 
+from sglang_cake.core.counters import FAILURE_REASONS
 from sglang_cake.stores.http.http_transport import HttpCounters
 
 DASHBOARD = DEPLOY / "grafana/provisioning/dashboards/sglang-cake.json"
@@ -130,6 +131,21 @@ def test_comparison_of_metrics_has_no_label_on_one_side_alone() -> None:
                     labels = set().union(*(known[metric] for metric in metrics_of(side)))
                     sides.append(labels - labels_of(side))
                 assert sides[0] == sides[1], rule["alert"]
+
+
+def test_alert_of_a_store_that_is_down_needs_no_number_of_failures_per_second() -> None:
+    """Each prompt counts one lookup that failed, whatever the store: few prompts, few failures."""
+    failures, reads = "sglang:cake_load_failures_total", "sglang:cake_read_blocks_total"
+    (found,) = (
+        node
+        for rule in rules()
+        for node in walk(promql.parse(rule["expr"]))
+        if isinstance(node, promql.BinaryExpr)
+        and (metrics_of(str(node.lhs)), metrics_of(str(node.rhs))) == ({failures}, {reads})
+    )
+    conditions = selectors_of(str(found.lhs))[failures]
+    counted = {reason for reason in FAILURE_REASONS if admits(conditions, "reason", reason)}
+    assert counted == {"lookup", "unavailable", "late"}  # and no fault of single blocks
 
 
 def test_prometheus_scrapes_services_of_compose_at_their_ports() -> None:
