@@ -1,6 +1,7 @@
 """`sglang-cake doctor`: what it says of stores, each fault by its real cause."""
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,6 +42,14 @@ def refusal_of(found):
     assert bytes_per_s is None
     assert "\n" not in line.text
     return line.text
+
+
+def test_doctor_of_root_on_the_folder_of_another_user_says_who_should_run_it(tmp_path, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 10001, 10001)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert "(sudo -u '" in refusal(url_of(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 def test_doctor_measures_a_store_and_leaves_its_blocks_alone(tmp_path):

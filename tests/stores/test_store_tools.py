@@ -60,6 +60,76 @@ def root(filled, tmp_path):
     return shutil.copytree(filled, tmp_path / "kv")
 
 
+# ---- as root ----
+
+SERVICE_USER = 10001
+
+
+def belongs_to_a_service(monkeypatch, *paths):
+    """As from then on for root, also where the tests run as another user."""
+    if os.geteuid() == 0:
+        for path in paths:
+            os.chown(path, SERVICE_USER, SERVICE_USER)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        ["verify"],
+        ["gc"],
+        ["gc", "--to", "1MB"],
+        ["clear", "--yes"],
+        ["bench", "--sizes", "4KiB", "--bytes", "64KiB"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_store_tool_of_root_on_the_folder_of_another_user_is_refused_and_writes_nothing(
+    root, capsys, monkeypatch, tool, is_new
+):
+    """Files of root would lock that user out."""
+    index = [] if is_new else [*root.glob("index.*")]
+    for path in root.glob("index.*") if is_new else ():
+        path.unlink()
+    belongs_to_a_service(monkeypatch, root, *index)
+    before = files_of(root)
+    assert store(tool[0], url_of(root), *tool[1:]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"store folder {root} belongs to " in line
+    assert "(sudo -u '" in line
+    assert files_of(root) == before
+
+
+def test_store_cp_of_root_into_the_folder_of_another_user_is_refused(
+    root, tmp_path, capsys, monkeypatch
+):
+    target = tmp_path / "target"
+    target.mkdir()
+    belongs_to_a_service(monkeypatch, target)
+    assert store("cp", url_of(root), url_of(target)) == 2
+    assert "(sudo -u '" in capsys.readouterr().err
+    assert not any(target.iterdir())
+
+
+def test_store_ls_and_stat_of_root_on_the_folder_of_another_user_answer(root, capsys, monkeypatch):
+    belongs_to_a_service(monkeypatch, root, *root.glob("index.*"))
+    assert store("ls", url_of(root)) == store("stat", url_of(root)) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_store_tools_of_root_on_a_folder_that_root_serves_work(root, capsys):
+    """As in a container whose server is root, with a folder of a user of the machine."""
+    os.chown(root, SERVICE_USER, SERVICE_USER)
+    assert store("verify", url_of(root)) == store("gc", url_of(root)) == 0
+
+
+async def test_file_store_of_a_server_of_root_takes_the_folder_of_another_user(root, monkeypatch):
+    belongs_to_a_service(monkeypatch, root, *root.glob("index.*"))
+    async with opened_store(root, ALICE) as served:
+        assert await served.contains([key_of("a")]) == [True]
+
+
 # ---- ls and stat ----
 
 

@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import pwd
 import sqlite3
 import stat
 import tempfile
@@ -224,10 +225,36 @@ class FileSource(FolderSettings):
     def folder(self) -> BlockFolder:
         """All namespaces, for tools; the caller closes the folder.
 
-        Raises: StoreUnavailable; ConfigError if the folder is neither empty nor a store.
+        Raises: StoreUnavailable; ConfigError if the folder is neither empty nor a store, or for a
+            tool of root if it belongs to another user.
         """
         self.check_ours()
+        if not self.reads_count:
+            with os_errors(self.path):
+                _check_user(self.path)
         return BlockFolder(self)
+
+
+def _check_user(root: Path) -> None:
+    """Check that files which a tool makes in a store do not lock its user out. Servers are not
+    checked: in a container they may be root, with a folder of a user of the machine.
+
+    Raises: ConfigError if this is root, and the store is another user's.
+    """
+    if os.geteuid() != 0:
+        return
+    made = root / INDEX_LOCK  # by the first process that used the store
+    owner = (made if os.path.lexists(made) else root).lstat().st_uid
+    if owner == 0:
+        return
+    try:
+        user = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        user = f"#{owner}"  # as sudo takes it
+    raise ConfigError(
+        f"store folder {root} belongs to {user}, whom files of root would lock out: run this as "
+        f"that user (sudo -u '{user}'), or give the folder to root"
+    )
 
 
 def _check_folder(root: Path) -> None:
