@@ -28,7 +28,8 @@ _COUNTED_KINDS = frozenset(
         "minimax_m3_sparse",
     }
 )
-# Fields that name the layers of Nemotron-H, MiMo V2, Inkling, Bailing and MiniCPM.
+# Fields that name the layers of Nemotron-H, MiMo V2, Inkling, Bailing and MiniCPM, and those by
+# which Gemma 4 has other KV heads in windows than in the other layers.
 _UNCOUNTED_FIELDS = (
     "hybrid_override_pattern",
     "layers_block_type",
@@ -36,6 +37,9 @@ _UNCOUNTED_FIELDS = (
     "local_layer_ids",
     "layer_group_size",
     "mixer_types",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "per_layer_config",
 )
 _UPDATE_FLOPS = 6  # of the delta rule, per value of a state: read, correct, read for the output
 

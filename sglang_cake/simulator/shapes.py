@@ -63,6 +63,8 @@ WINDOW_POOLS = frozenset(
         "UnlimitedOCRForCausalLM",
     }
 )
+# The architectures for which it makes one if their config has a window.
+POOLS_BY_CONFIG = frozenset({"BeamForCausalLM", "LagunaForCausalLM"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +389,7 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
     def of(used: int, width: int) -> int:
         return dense + mixtures * (3 * hidden * (used * width + shared) + router)
 
-    chosen = _first_of(config, _CHOSEN_FIELDS) or 1
+    chosen = _first_of(config, _CHOSEN_FIELDS) or 1  # `_unmodelled` names more experts than one
     return of(chosen, width), of(experts, width + sum(others))
 
 
@@ -458,6 +460,8 @@ def _unmodelled(whole: Config, config: Config) -> str | None:
         return "the weights of n-gram embeddings are not modelled"
     if config.get("moe_layers_enum"):
         return "the experts of Step models are not modelled"
+    if _first_of(config, _EXPERT_FIELDS) > 1 and not _first_of(config, _CHOSEN_FIELDS):
+        return "experts are not modelled whose number for a token is not known"
     if has_uncounted_layers(config):
         return "layers of these kinds are not modelled"
     return None
@@ -469,7 +473,8 @@ def _architectures(whole: Config) -> list[str]:
 
 def _has_window_pool(whole: Config, config: Config) -> bool:
     """Whether SGLang keeps KV of sliding windows in a pool of their own."""
-    return bool(config.get("is_hybrid_swa")) or not WINDOW_POOLS.isdisjoint(_architectures(whole))
+    pools = WINDOW_POOLS | POOLS_BY_CONFIG if config.get("sliding_window") else WINDOW_POOLS
+    return bool(config.get("is_hybrid_swa")) or not pools.isdisjoint(_architectures(whole))
 
 
 def _generates(architecture: str) -> bool:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.simulator.shapes import (
     MODELS,
+    POOLS_BY_CONFIG,
     WINDOW_POOLS,
     Shape,
     find_shape,
@@ -185,15 +187,35 @@ def test_shape_windows_of_a_model_with_one_pool_have_kv_of_all_tokens() -> None:
         {"local_layer_ids": [0, 1, 2]},
         {"layer_group_size": 8},
         {"mixer_types": ["minicpm4", "lightning-attn"] * 16},
+        {"global_head_dim": 512, "layer_types": ["sliding_attention", "full_attention"] * 16},
+        {"num_global_key_value_heads": 4},
+        {"per_layer_config": {"05": {"head_dim": 512}}},
     ],
     ids=[
         *("nemotron-h", "nemotron-h by list", "granite-4", "granite-4 by transformers"),
         *("falcon-h1", "lfm2", "mimo-v2", "inkling", "ring", "minicpm"),
+        *("gemma 4", "gemma 4, heads", "gemma 4 by transformers"),
     ],
 )
 def test_shape_layers_of_other_kinds_are_not_modelled(facts: dict[str, Any]) -> None:
     found = shape_of({**LLAMA, **facts})
     assert found.unmodelled == "layers of these kinds are not modelled"
+    assert found.refused is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        {"num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32},
+    ],
+    ids=["gemma 4", "hunyuan"],
+)
+def test_shape_experts_with_an_unknown_number_for_a_token_are_not_modelled(
+    facts: dict[str, Any],
+) -> None:
+    found = shape_of({**LLAMA, **facts})
+    assert found.unmodelled == "experts are not modelled whose number for a token is not known"
     assert found.refused is None
 
 
@@ -333,10 +355,30 @@ def test_shape_window_pools_equal_those_of_sglang() -> None:
     theirs = {
         name
         for name in names
-        if name not in {"BeamForCausalLM", "LagunaForCausalLM"}  # by their config, not their name
-        and model_config.is_hybrid_swa_model([name])
+        if name not in POOLS_BY_CONFIG and model_config.is_hybrid_swa_model([name])
     }
     assert theirs == WINDOW_POOLS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "window_tokens"),
+    [
+        ("BeamForCausalLM", "sliding_attention", 512),
+        ("BeamForCausalLM", "full_attention", 512),
+        ("LagunaForCausalLM", "sliding_attention", 512),
+        ("LagunaForCausalLM", "sliding_attention", 0),
+    ],
+)
+def test_shape_window_pool_by_config_equals_that_of_sglang(
+    name: str, kind: str, window_tokens: int
+) -> None:
+    from sglang.srt.configs.model_config import is_hybrid_swa_model
+
+    facts = {"layer_types": ["full_attention", kind] * 16, "sliding_window": window_tokens}
+    found = shape_of({**LLAMA, **facts, "architectures": [name]})
+    has_pool = is_hybrid_swa_model([name], SimpleNamespace(**facts))
+    assert found.kv_head_bytes == shape_of(LLAMA).kv_head_bytes // (2 if has_pool else 1)
+    assert found.window_head_bytes == (window_tokens * found.kv_head_bytes if has_pool else 0)
 
 
 def _served(config: dict[str, Any], folder: Path) -> tuple[str | None, int]:
