@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
             "step": server.machine.prefill.fixed_s,
             "token": server.machine.prefill.token_s,
             "pair": server.machine.prefill.pair_s,
+            "prefix": server.machine.prefill.prefix_s,
             "block": [link.load.block_s for link in server.machine.store_links],
         },
         "read_bytes_per_token": round(server.read_bytes_per_token),

@@ -6,9 +6,11 @@ A step of prefill costs, with a GPU's rates below,
     chunk_tokens   = LAUNCH_S + the longer of: 2 x active parameters x tokens / matmul rate,
                                 bytes of all weights / memory bandwidth
     pair           = FLOPs of a (query, key) pair / attention rate
+    prefix_token   = FLOPs of a token of the prefix in each step / matmul rate (MLA)
 
 Between one token and a full chunk the cost is the line through both: a mixture of experts reads few
-experts for one token and all for many. N GPUs in tensor parallel are N x SCALING^log2(N) as fast.
+experts for one token and all for many. N GPUs in tensor parallel are N x SCALING^log2(N) as fast,
+but for the pairs of an index: each computes them all, in FP8.
 
 The matmul rate is SERVED times the measured rate of the largest matmul on that GPU. A mixture of
 experts has EXPERTS of that: a chunk leaves each expert few tokens. The attention rate is ATTENTION
@@ -30,6 +32,7 @@ REACHED = 0.8
 SERVED = 0.72
 EXPERTS = 0.55
 ATTENTION = 0.55
+FP8 = 2.0  # times as fast as BF16
 MEMORY = 0.8  # share of the memory's bandwidth that reading weights reaches
 LAUNCH_S = 0.001
 PLAN_S = 0.0015  # SGLang's own time to form and launch a step
@@ -103,7 +106,8 @@ def prefill_cost(
     """
     many = gpus * SCALING ** math.log2(gpus)
     peak = gpu.tflops * 1e12 * many
-    served = efficiency or gpu.reached * SERVED * (EXPERTS if shape.has_experts else 1)
+    dense = efficiency or gpu.reached * SERVED
+    served = efficiency or dense * (EXPERTS if shape.has_experts else 1)
     read_s = shape.weight_bytes / (gpu.memory_tb_per_s * 1e12 * MEMORY * many)
     first_s = shape.active * read_s
     chunk_s = max(
@@ -111,10 +115,12 @@ def prefill_cost(
     )
     token_s = max(0.0, chunk_s - first_s) / chunk_tokens
     token_s += shape.token_flops / (peak * ATTENTION) * slower
+    pair_s = shape.pair_flops / peak + shape.index_flops / (gpu.tflops * 1e12 * FP8)
     return PrefillCost(
         fixed_s=LAUNCH_S + first_s,
         token_s=token_s,
-        pair_s=shape.pair_flops / (peak * ATTENTION * utilisation) * slower,
+        pair_s=pair_s / (ATTENTION * utilisation) * slower,
+        prefix_s=shape.prefix_flops / (peak * dense * utilisation) * slower,
         decode_s=token_s,
         error=0.02,
     )

@@ -76,7 +76,10 @@ class Shape:
         active: parameters that a token passes, embeddings aside, and as many as attention to the
             tokens that an index selects costs; `parameters`: all.
         weight_bytes: of one parameter.
-        pair_flops: of one (query, key) pair, all layers.
+        pair_flops: of one (query, key) pair in attention, all layers.
+        index_flops: of one (query, key) pair in an index, all layers. Every rank computes all.
+        prefix_flops: of one token of the prefix in each step, all layers: with MLA, kernels for
+            prefill take K and V of all heads, which are projected again from latent rows.
         token_flops: of one token beside the matrix products with weights and the pairs: windows,
             recurrent states, and the keys that sparse attention chooses.
         kv_head_bytes: of one token and one KV head, all layers that have KV of all tokens.
@@ -101,6 +104,8 @@ class Shape:
     unmodelled: str | None = None
     is_latent: bool = False
     token_flops: float = 0.0
+    index_flops: float = 0.0
+    prefix_flops: float = 0.0
     state_bytes: int = 0
     window_head_bytes: int = 0
 
@@ -309,18 +314,20 @@ def shape_of(whole: Config) -> Shape:
     if is_latent:
         attention, pair_width, kv_values = _latent_attention(config)
         kv_heads = 1
+        prefix_flops = 2 * _latent_projection(config)
     else:
         head_dim = int(config.get("head_dim") or hidden // heads)
         attention = hidden * head_dim * 2 * (heads + kv_heads)
         if config.get("attn_output_gate"):
             attention += hidden * head_dim * heads
         pair_width, kv_values = 2 * head_dim, 2 * head_dim
+        prefix_flops = 0
     kinds = layer_kinds(config, has_window_pool=_has_window_pool(whole, config))
     index = sparse_index(config)
     attended = 2 * heads * pair_width * kinds.window_tokens * kinds.window
     pair_flops, chosen_flops = 2 * heads * pair_width, 0
     if index.chosen_tokens:  # the index sees all pairs, attention the chosen keys, as latents
-        pair_flops = 2 * index.pair_width
+        pair_flops = prefix_flops = 0
         chosen_flops = 2 * heads * (2 * kv_values - int(config["qk_rope_head_dim"]))
     active_mlp, every_mlp = _mlp(config, layers)
     vocabulary = int(config.get("vocab_size") or 0) * hidden
@@ -344,6 +351,8 @@ def shape_of(whole: Config) -> Shape:
         refused=_refused(whole),
         unmodelled=_unmodelled(whole, config),
         is_latent=is_latent,
+        index_flops=2 * index.pair_width * kinds.full,
+        prefix_flops=prefix_flops * kinds.full,
         token_flops=attended
         + chosen_flops * index.chosen_tokens * kinds.full
         + kinds.state * kinds.state_flops,
@@ -360,8 +369,14 @@ def _latent_attention(config: Config) -> tuple[int, int, int]:
     query_rank = int(config.get("q_lora_rank") or 0)
     query = heads * (key + rope)
     queries = query_rank * (hidden + query) if query_rank else hidden * query
-    keys = hidden * (latent + rope) + latent * heads * (key + value)
+    keys = hidden * (latent + rope) + _latent_projection(config)
     return queries + keys + heads * value * hidden, key + rope + value, latent + rope
+
+
+def _latent_projection(config: Config) -> int:
+    """MLA: parameters that make K and V of all heads from a latent row, in a layer."""
+    widths = int(config.get("qk_nope_head_dim", 128)) + int(config.get("v_head_dim", 128))
+    return int(config["kv_lora_rank"]) * int(config["num_attention_heads"]) * widths
 
 
 def _mlp(config: Config, layers: int) -> tuple[int, int]:

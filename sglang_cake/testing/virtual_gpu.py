@@ -100,22 +100,19 @@ class GpuModel:
         ).ttft_s
 
 
-def _gpu_model(
-    name: str, kv_heads: int, head_dim: int, gpus: int, prefix_flops: float = 0.0
-) -> GpuModel:
+def _gpu_model(name: str, kv_heads: int, head_dim: int, gpus: int) -> GpuModel:
     shape = find_shape(name)
     cost = prefill_cost(shape, GPUS["h100"], gpus=gpus, chunk_tokens=8192)
-    prefix_s = cost.token_s * prefix_flops * shape.layers / (2 * shape.active)
-    cost = replace(cost, prefix_s=prefix_s, graph_tokens=GRAPH_TOKENS)
+    cost = replace(cost, graph_tokens=GRAPH_TOKENS)
     token = (kv_heads, head_dim)
     parts = (("k", token), ("v", token)) if head_dim == 128 else (("kv", token),)
     full_name = f"{name} TP{gpus}" if gpus > 1 else name
-    return GpuModel(full_name, shape.layers, parts, cost, prefix_flops)
+    return GpuModel(full_name, shape.layers, parts, cost, shape.prefix_flops / shape.layers)
 
 
 LLAMA_8B = _gpu_model("llama-3.1-8b", 8, 128, 1)
 LLAMA_70B = _gpu_model("llama-3.1-70b", 1, 128, 8)
-DEEPSEEK_V3 = _gpu_model("deepseek-v3", 1, 576, 8, prefix_flops=2.0 * 512 * 128 * (128 + 128))
+DEEPSEEK_V3 = _gpu_model("deepseek-v3", 1, 576, 8)
 MODELS = (LLAMA_8B, LLAMA_70B, DEEPSEEK_V3)
 
 

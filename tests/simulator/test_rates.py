@@ -103,3 +103,37 @@ def test_gpus_for_model_is_the_least_count_that_holds_the_weights(
     assert kv_capacity_tokens(shape, GPUS[gpu], gpus) > 0
     if gpus > 1:
         assert kv_capacity_tokens(shape, GPUS[gpu], gpus // 2) < 0
+
+
+def test_prefill_cost_index_pairs_are_computed_by_every_rank() -> None:
+    shape = find_shape("deepseek-v3.2")
+    [one, eight] = [prefill_cost(shape, GPUS["h200"], gpus=gpus) for gpus in (1, 8)]
+    assert eight.pair_s == one.pair_s > 0
+    assert eight.token_s < one.token_s
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "projected"),
+    [
+        ("deepseek-v3", 61, 512 * 128 * (128 + 128)),
+        ("kimi-linear-48b", 7, 512 * 32 * (128 + 128)),
+    ],
+)
+def test_prefill_cost_latent_rows_of_the_prefix_are_projected_in_each_step(
+    model: str, layers: int, projected: int
+) -> None:
+    gpu = GPUS["h200"]
+    whole, half = (
+        prefill_cost(find_shape(model), gpu, efficiency=0.5, utilisation=share)
+        for share in (1.0, 0.5)
+    )
+    seconds = 2 * layers * projected / (0.5 * gpu.tflops * 1e12)
+    assert whole.prefix_s == pytest.approx(seconds)
+    assert half.prefix_s == pytest.approx(2 * seconds)  # another prompt has a prefix as long
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3.2"])
+def test_prefill_cost_prefix_of_a_model_that_attends_to_what_is_stored_costs_nothing(
+    model: str,
+) -> None:
+    assert prefill_cost(find_shape(model), GPUS["h200"]).prefix_s == 0
