@@ -229,7 +229,7 @@ class KvSizes:
         tp_size, value_bytes = server.tp_size, server.kv_value_bytes
         return cls(  # a shape counts 2 bytes for each value
             int(block_tokens * shape.rank_kv_bytes(tp_size) * value_bytes / 2),
-            shape.end_blocks(tp_size, block_tokens),
+            shape.end_blocks(tp_size, block_tokens, smaller=2 / value_bytes),
             int(shape.stored_bytes(tp_size) * value_bytes / 2),
         )
 

@@ -83,7 +83,7 @@ def add_machine_args(parser: Any) -> None:
         type=float,
         default=1.0,
         metavar="TIMES",
-        help="compression ratio of the stored KV over BF16 (default 1)",
+        help="compression ratio of the stored KV over BF16, recurrent states apart (default 1)",
     )
     parser.add_argument(
         "--early-last-step",
@@ -160,7 +160,7 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
         further=tuple(StoreLink(load) for load in loads[1:]),
         layers=shape.layers if args.early_last_step else 1,
         plan_s=PLAN_S if args.overlap else None,
-        end_blocks=shape.end_blocks(args.gpus, args.block_tokens),
+        end_blocks=shape.end_blocks(args.gpus, args.block_tokens, smaller=args.smaller),
     )
     return ServerSpec(
         shape=shape,

@@ -126,10 +126,15 @@ class Shape:
         ranks than KV heads, is stored by each of them."""
         return self.kv_head_bytes if self.is_latent else self.read_bytes(gpus)
 
-    def end_blocks(self, gpus: int, block_tokens: int) -> int:
-        """Blocks of one end state; 0: the model has none."""
-        windows = max(1, self.kv_heads // gpus) * self.window_head_bytes
-        block_bytes = block_tokens * self.rank_kv_bytes(gpus)
+    def end_blocks(self, gpus: int, block_tokens: int, *, smaller: float = 1.0) -> int:
+        """Blocks of one end state; 0: the model has none.
+
+        Args:
+            smaller: so many times smaller than 16 bits are values of KV, in windows too. Recurrent
+                states are not: their type is set apart, and lossy codecs are refused for them.
+        """
+        windows = max(1, self.kv_heads // gpus) * self.window_head_bytes / smaller
+        block_bytes = block_tokens * self.rank_kv_bytes(gpus) / smaller
         return math.ceil((self.state_bytes / gpus + windows) / block_bytes)
 
 

@@ -30,7 +30,7 @@ from sglang_cake.cli.doctor import (
 from sglang_cake.config import CakeConfig
 from sglang_cake.integration import compat
 from sglang_cake.integration.server_check import ResolvedServer, config_file
-from sglang_cake.simulator.shapes import MODELS
+from sglang_cake.simulator.shapes import MODELS, find_shape
 
 LLAMA_8B = LLAMA | MODELS["llama-3.1-8b"]
 SERVER = ResolvedServer("cuda", 1, 1, 8192, 1, None, 2, "LlamaForCausalLM: MHA, GQA")
@@ -330,6 +330,15 @@ def test_doctor_memory_is_what_all_ranks_together_need() -> None:
     eight = ResolvedServer("cuda", 8, 8, 8192, 1, None, 2, "")
     assert line(8 * GIB).state == "ok"
     assert line(8 * GIB, eight).state == "note"
+
+
+def test_doctor_kv_of_8_bits_leaves_recurrent_states_in_host_memory_as_large() -> None:
+    kimi = find_shape("kimi-linear-48b")
+    whole, half = (
+        KvSizes.of(replace(SERVER, kv_value_bytes=value_bytes), kimi, 128) for value_bytes in (2, 1)
+    )
+    assert half.block_bytes == whole.block_bytes // 2
+    assert half.end_blocks * half.block_bytes >= kimi.state_bytes
 
 
 def test_doctor_memory_that_cannot_be_pinned_is_to_mend() -> None:

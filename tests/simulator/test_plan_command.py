@@ -168,6 +168,17 @@ def test_plan_smaller_2_halves_the_stored_bytes(capsys: pytest.CaptureFixture[st
     assert half["prompts"][0]["stored_bytes"] == whole["prompts"][0]["stored_bytes"] / 2
 
 
+def test_plan_smaller_kv_leaves_the_loads_of_recurrent_states_as_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ["--model", "kimi-linear-48b", "--gpu", "h200", "--store", "100MB/s,0ms"]
+    args += ["--prompt-tokens", "1k"]
+    [whole] = planned(capsys, *args)["prompts"]
+    [half] = planned(capsys, *args, "--smaller", "2")["prompts"]
+    kv_s = whole["stored_bytes"] / 100e6
+    assert whole["load"] - half["load"] < kv_s
+
+
 def test_plan_compute_times_are_a_range_unless_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -246,6 +246,13 @@ def test_shape_end_blocks_of_a_rank_shrink_with_the_ranks_that_share_states() ->
     assert [qwen.end_blocks(gpus, 128) for gpus in (1, 2, 8)] == [49, 49, 13]
 
 
+def test_shape_end_blocks_with_smaller_kv_hold_states_of_the_same_size() -> None:
+    kimi, gpt_oss = find_shape("kimi-linear-48b"), find_shape("gpt-oss-120b")
+    block_bytes = 128 * kimi.rank_kv_bytes(1) / 2
+    assert kimi.end_blocks(1, 128, smaller=2) == math.ceil(kimi.state_bytes / block_bytes)
+    assert gpt_oss.end_blocks(1, 128, smaller=2) == gpt_oss.end_blocks(1, 128)  # windows are KV
+
+
 def test_shape_mlp_widths_by_layer_count_as_their_sum() -> None:
     layers, width = int(LLAMA_4["num_hidden_layers"]), int(LLAMA_4["intermediate_size"])
     widths = [width - 64, width + 64] * (layers // 2)
