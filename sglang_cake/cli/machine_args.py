@@ -188,7 +188,9 @@ def parse_lengths(text: str, flag: str) -> list[int]:
         digits = part.strip().lower()
         unit = 1024 if digits.endswith("k") else 1
         digits = digits.removesuffix("k")
-        if not (digits.isascii() and digits.isdigit() and 0 < int(digits) * unit <= 10_000_000):
+        is_number = digits.isascii() and digits.isdigit()
+        # Python converts no more than 4,300 digits.
+        if not is_number or len(digits) > 8 or not 0 < int(digits) * unit <= 10_000_000:
             raise ConfigError(f"{flag} {text!r}: write for example 4096,16k")
         lengths.append(int(digits) * unit)
     return lengths

@@ -79,10 +79,8 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
 def _impossible(server: ServerSpec) -> str | None:
     """Why such a server would not start, or not with cake."""
     shape, gpus = server.shape, server.gpus
-    if reason := shape.refused or shape.unmodelled:
+    if reason := shape.refused or shape.unmodelled or shape.unshared(gpus):
         return reason
-    if shape.heads % gpus or max(shape.kv_heads, gpus) % min(shape.kv_heads, gpus):
-        return f"{gpus} GPUs cannot share {shape.heads} heads, and {shape.kv_heads} of KV, evenly"
     if kv_capacity_tokens(shape, server.gpu, gpus) < server.block_tokens:
         weights = size_text(shape.parameters * shape.weight_bytes)
         return (

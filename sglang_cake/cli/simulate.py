@@ -92,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     server = parse_server(args)
     if server.shape.unmodelled is not None:
         raise ConfigError(f"--model {args.model}: {server.shape.unmodelled}")
+    if (unshared := server.shape.unshared(args.gpus)) is not None:
+        raise ConfigError(f"--gpus {args.gpus}: {unshared}")
     lengths = parse_lengths(args.prompt_tokens, "--prompt-tokens")
     _check(args)
     if args.fluctuate is not None:

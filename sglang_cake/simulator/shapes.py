@@ -113,6 +113,12 @@ class Shape:
     def has_experts(self) -> bool:
         return self.parameters > 1.5 * self.active
 
+    def unshared(self, gpus: int) -> str | None:
+        """Why `gpus` tensor-parallel ranks cannot share the heads, a clause; None: they can."""
+        if self.heads % gpus == 0 and max(self.kv_heads, gpus) % min(self.kv_heads, gpus) == 0:
+            return None
+        return f"{gpus} GPUs cannot share {self.heads} heads, and {self.kv_heads} of KV, evenly"
+
     def rank_kv_bytes(self, gpus: int) -> int:
         """KV of one token on one of `gpus` tensor-parallel ranks: at least one head."""
         return max(1, self.kv_heads // gpus) * self.kv_head_bytes

@@ -107,13 +107,15 @@ def test_simulate_overlap_is_near_the_time_without_it(capsys: pytest.CaptureFixt
         ["plan", "--model", "llama-2-7b", "--gpu", "h100", "--store", "nvme", "--gpus", "0"],
         ["plan", *MACHINE, "--prompt-tokens", "many"],
         ["plan", *MACHINE, "--prompt-tokens", "10000000k"],
+        ["plan", *MACHINE, "--prompt-tokens", "9" * 5000],
+        ["simulate", *MACHINE, "--gpus", "3"],
         ["plan", *MACHINE, "--efficiency", "2"],
         ["plan", *MACHINE, "--utilisation", "nan"],
         ["simulate", *MACHINE, "--stored", "1.5"],
         ["simulate", *MACHINE, "--rate", "0"],
         ["simulate", *MACHINE, "--picture", "x.txt"],
     ],
-    ids=lambda wrong: " ".join(wrong[-2:]),
+    ids=lambda wrong: " ".join(wrong[-2:])[:40],
 )
 def test_plan_and_simulate_wrong_arguments_exit_with_one_line(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
