@@ -33,7 +33,7 @@ from sglang_cake.simulator.machine import Speed
 from sglang_cake.simulator.simulated_server import Policy, Prompt, PromptResult, serve
 
 SPEED_PERIOD_S = 0.2  # with --fluctuate, a speed holds for so long
-SPEED_PERIODS = 500
+SPEED_PERIODS = 500  # then the speeds repeat
 MIN_SPEED = 0.05  # share of full speed
 MAX_REQUESTS = 100_000
 
@@ -59,7 +59,8 @@ def add_parser(subparsers: Any) -> None:
         "--fluctuate",
         type=int,
         metavar="SEED",
-        help="draw a random speed of device and link every 0.2 s, from 5 %% to full speed",
+        help="draw a random speed of the device and of each link every 0.2 s, from 5 %% to full "
+        "speed; the speeds repeat after 100 s",
     )
     parser.add_argument(
         "--requests", type=int, default=0, metavar="N", help="requests of the queue (default 0)"
@@ -139,9 +140,15 @@ def _check(args: argparse.Namespace) -> None:
 def _with_fluctuating_speed(server: ServerSpec, seed: int) -> ServerSpec:
     rng = random.Random(seed)
     times_s = tuple(period * SPEED_PERIOD_S for period in range(SPEED_PERIODS))
-    device = Speed(times_s, tuple(rng.uniform(MIN_SPEED, 1) for _ in times_s))
-    link = Speed(times_s, tuple(rng.uniform(MIN_SPEED, 1) for _ in times_s))
-    return replace(server, machine=replace(server.machine, device=device, link=link))
+
+    def speed() -> Speed:
+        values = tuple(rng.uniform(MIN_SPEED, 1) for _ in times_s)
+        return Speed(times_s, values, SPEED_PERIODS * SPEED_PERIOD_S)
+
+    device, link = speed(), speed()
+    further = tuple(replace(store_link, speed=speed()) for store_link in server.machine.further)
+    machine = replace(server.machine, device=device, link=link, further=further)
+    return replace(server, machine=machine)
 
 
 def _serve_queue(

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,10 +13,12 @@ from sglang_cake.loading.cost_model import LoadCost, LoadFit, PrefillCost, Prefi
 @dataclass(frozen=True, slots=True)
 class Speed:
     """The speed of a shared device or link, piecewise constant: `values[i]` holds from `times_s[i]`
-    on. 1 is the full speed. The last value holds for ever, and is above 0."""
+    on. 1 is the full speed. The last value is above 0, and holds until `repeat_s`, when the values
+    begin again."""
 
     times_s: tuple[float, ...] = (0.0,)
     values: tuple[float, ...] = (1.0,)
+    repeat_s: float = math.inf
 
     def __post_init__(self) -> None:
         grows = all(a < b for a, b in zip(self.times_s, self.times_s[1:], strict=False))
@@ -23,25 +26,35 @@ class Speed:
             raise ValueError("a speed needs a growing time for each value")
         if self.times_s[0] != 0 or min(self.values) < 0 or self.values[-1] <= 0:
             raise ValueError("a speed starts at time 0, is never negative, and ends above 0")
+        if not self.repeat_s > self.times_s[-1]:
+            raise ValueError("a speed repeats after its last time")
 
     def done_s(self, begin_s: float, work_s: float) -> float:
         """The end of work that begins at `begin_s` and takes `work_s` at full speed."""
-        i = bisect_right(self.times_s, begin_s) - 1
+        lap_s = begin_s - begin_s % self.repeat_s
+        i = bisect_right(self.times_s, begin_s - lap_s) - 1
+        stops = (*self.times_s[1:], self.repeat_s)
         now, left = begin_s, work_s
-        while i + 1 < len(self.times_s):
-            possible = (self.times_s[i + 1] - now) * self.values[i]
+        while True:
+            stop_s = lap_s + stops[i]
+            possible = (stop_s - now) * self.values[i]
             if possible >= left:
-                break
+                return now + left / self.values[i] if left > 0 else now
             left -= possible
+            now = stop_s
             i += 1
-            now = self.times_s[i]
-        return now + left / self.values[i] if left > 0 else now
+            if i == len(self.times_s):
+                i, lap_s = 0, stop_s
 
     def work_s(self, begin_s: float, end_s: float) -> float:
         """The work, in seconds at full speed, that fits into `[begin_s, end_s)`."""
-        total, stops = 0.0, (*self.times_s[1:], max(end_s, self.times_s[-1]))
-        for start_s, stop_s, value in zip(self.times_s, stops, self.values, strict=True):
-            total += max(0.0, min(stop_s, end_s) - max(start_s, begin_s)) * value
+        total, stops = 0.0, (*self.times_s[1:], self.repeat_s)
+        lap_s = begin_s - begin_s % self.repeat_s
+        while lap_s < end_s:
+            for start_s, stop_s, value in zip(self.times_s, stops, self.values, strict=True):
+                inside_s = min(lap_s + stop_s, end_s) - max(lap_s + start_s, begin_s)
+                total += max(0.0, inside_s) * value
+            lap_s += self.repeat_s
         return total
 
 

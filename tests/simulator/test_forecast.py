@@ -58,6 +58,27 @@ def test_simulate_with_picture_prints_and_writes_an_svg(
     assert picture.read_text().startswith("<?xml")
 
 
+def test_simulate_fluctuating_speeds_change_for_all_of_a_long_queue(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """For 300 s; the last speed that seed 5 draws is 9 % of the full one."""
+    machine = ["--model", "llama-3.1-8b", "--gpu", "h100", "--store", "25gbe"]
+    queue = ["--requests", "60", "--rate", "0.2", "--prompt-tokens", "16k", "--new-tokens", "1"]
+    rows = told(capsys, "simulate", *machine, *queue, "--fluctuate", "5")["queue"]
+    assert max(row["ttft_mean_s"] for row in rows) < 4
+
+
+def test_simulate_fluctuating_speeds_are_those_of_every_store(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ["--prompt-tokens", "8k", "--store", "1Gbps", "--store", "1Gbps"]
+    steady_s, changing_s = (
+        told(capsys, "simulate", *MACHINE[:4], *args, *more)["prompts"][0]["load"]
+        for more in ([], ["--fluctuate", "1"])
+    )
+    assert changing_s > 1.7 * steady_s
+
+
 def test_simulate_utilisation_stores_and_smaller_change_the_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,6 +1,7 @@
 """Many prompts on a virtual clock: conservation, order, sharing, decoding."""
 
 import itertools
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -264,8 +265,17 @@ def test_simulated_server_hub_slows_the_servers_that_share_it() -> None:
     assert load_s(8) == pytest.approx(4 * load_s(1), rel=0.15)
 
 
-def test_speed_trace_work_and_done_are_inverse() -> None:
-    speed = Speed((0.0, 1.0, 2.0), (0.5, 0.0, 2.0))
+@pytest.mark.parametrize("repeat_s", [2.5, math.inf])
+def test_speed_trace_work_and_done_are_inverse(repeat_s: float) -> None:
+    speed = Speed((0.0, 1.0, 2.0), (0.5, 0.0, 2.0), repeat_s)
     for begin_s in (0.0, 0.3, 1.5, 4.0):
-        for work in (0.1, 0.4, 3.0):
+        for work in (0.1, 0.4, 3.0, 20.0):
             assert speed.work_s(begin_s, speed.done_s(begin_s, work)) == pytest.approx(work)
+
+
+def test_speed_trace_that_repeats_begins_again() -> None:
+    speed = Speed((0.0, 1.0), (0.5, 1.0), repeat_s=2.0)
+    assert speed.work_s(2.0, 6.0) == 2 * speed.work_s(0.0, 2.0) == 3.0
+    assert speed.done_s(3.5, 1.0) == 5.0
+    with pytest.raises(ValueError, match="repeats"):
+        Speed((0.0, 1.0), (0.5, 1.0), repeat_s=1.0)
