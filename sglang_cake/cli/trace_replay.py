@@ -1,6 +1,7 @@
 """`sglang-cake trace replay`: hit ratios and seconds saved by eviction policies on a request trace.
 
-The offline optimum stands beside the results: no policy can exceed it.
+The offline optimum stands beside the results: no policy can exceed it. It writes every block, and
+so is no limit with --admit, where it is left out.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     clock = SavedTime(SHAPES[args.shape], trace.block_tokens)
     rows = []
     for capacity_blocks in capacities:
-        optimum = _replay(trace, None, capacity_blocks, args, clock)
+        optimum = None if args.admit else _replay(trace, None, capacity_blocks, args, clock)
         bound_s = seconds_bound(trace, capacity_blocks, clock)
         for policy in policies:
             outcome = _replay(trace, policy, capacity_blocks, args, clock)
@@ -104,14 +105,14 @@ def _row(
     capacity_blocks: int,
     shape: str,
     outcome: ReplayCounts,
-    optimum: ReplayCounts,
+    optimum: ReplayCounts | None,
     bound_s: float,
 ) -> dict[str, Any]:
     """The result of one policy at one capacity, as `--json` prints it.
 
     Args:
         shape: name of the model and link whose seconds are counted.
-        optimum: of the offline optimum at that capacity.
+        optimum: of the offline optimum at that capacity; None: there is none.
         bound_s: upper bound on the seconds that any policy saves.
     """
     return {
@@ -129,8 +130,8 @@ def _row(
         "write_amplification": outcome.write_amplification,
         "evictions": outcome.evictions,
         "us_per_eviction": outcome.us_per_eviction,
-        "optimum_hit_ratio": optimum.hit_ratio,
-        "optimum_seconds_saved": optimum.saved_s[0],
+        "optimum_hit_ratio": None if optimum is None else optimum.hit_ratio,
+        "optimum_seconds_saved": None if optimum is None else optimum.saved_s[0],
         "seconds_saved_bound": bound_s,
     }
 
@@ -143,17 +144,15 @@ def _replay(
     clock: SavedTime,
 ) -> ReplayCounts:
     """Args:
-    policy_name: key of POLICIES; None: the offline optimum, which admits every block.
+    policy_name: key of POLICIES; None: the offline optimum.
     """
     from tqdm import tqdm
 
     benefit = SHAPES[args.shape].benefit(trace.block_tokens)
     if policy_name is None:
         policy: EvictionPolicy = BeladyPolicy(trace)
-        min_benefit_ratio = 0.0
     else:
         policy = new_policy(policy_name, benefit)
-        min_benefit_ratio = args.admit
     replay = Replay(
         trace,
         policy,
@@ -161,7 +160,7 @@ def _replay(
         clocks=[clock],
         leaf=args.leaf,
         told_turns=args.told_turns,
-        min_benefit_ratio=min_benefit_ratio,
+        min_benefit_ratio=args.admit,
         benefit=benefit,
     )
     steps = tqdm(
@@ -223,7 +222,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f"{100 * row['second_half_hit_ratio']:.2f}",
             f"{100 * row['byte_hit_ratio']:.2f}",
             f"{100 * row['island_hit_ratio']:.2f}",
-            f"{100 * row['hit_ratio'] / (row['optimum_hit_ratio'] or 1):.2f}",
+            "-"
+            if row["optimum_hit_ratio"] is None
+            else f"{100 * row['hit_ratio'] / (row['optimum_hit_ratio'] or 1):.2f}",
             count_text(row["seconds_saved"]),
             count_text(row["seconds_saved_bound"]),
             count_text(row["evictions"]),

@@ -10,7 +10,8 @@ instant:
    recent.
 
 Only blocks of the input count; the cold start is included. `BeladyPolicy` and `seconds_bound` are
-limits that no policy can beat, since they know the future.
+limits that no policy can beat, since they know the future. With admission, which may leave blocks
+out, only `seconds_bound` is one.
 """
 
 import time

@@ -137,6 +137,17 @@ def test_trace_replay_high_admission_threshold_writes_no_blocks(tmp_path, capsys
     assert replayed(path, capsys, *options, "--admit", "1e9")["written_blocks"] == 0
 
 
+def test_trace_replay_with_admission_names_no_optimum(tmp_path, capsys):
+    """It may not write blocks that are used once, and the optimum writes every block."""
+    path = written(tmp_path, MOONCAKE * 3)
+    options = ("--policy", "lru", "--capacity", "3", "--admit", "0.5")
+    found = replayed(path, capsys, *options)
+    assert found["optimum_hit_ratio"] is found["optimum_seconds_saved"] is None
+    assert found["seconds_saved"] <= found["seconds_saved_bound"]
+    assert main(["trace", "replay", str(path), *options]) == 0
+    assert "-" in capsys.readouterr().out.splitlines()[-1].split()
+
+
 def test_trace_replay_without_a_policy_option_runs_every_policy(tmp_path, capsys):
     path = written(tmp_path, MOONCAKE * 3)
     some = replayed(path, capsys, "--capacity", "2,3", "--shape", "70b")
