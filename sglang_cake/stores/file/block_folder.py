@@ -1,7 +1,6 @@
 """The blocks of all namespaces below one root. Blocking and thread-safe, for threads of a pool."""
 
 import contextlib
-import errno
 import fcntl
 import logging
 import math
@@ -25,7 +24,13 @@ from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, 
 from sglang_cake.stores.eviction.policy import Usage, ident_of
 from sglang_cake.stores.file import block_files, nofollow
 from sglang_cake.stores.file.block_files import NewFile
-from sglang_cake.stores.file.disk import Amount, WriteBackoff, on_disk_bytes, os_errors
+from sglang_cake.stores.file.disk import (
+    DAMAGE_ERRORS,
+    Amount,
+    WriteBackoff,
+    on_disk_bytes,
+    os_errors,
+)
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, ScannedFile
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
@@ -49,6 +54,7 @@ MAKE_ROOM_S = 1.0
 MOST_UNUSED = 64  # namespaces that are described and have no blocks
 MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
 MOST_UNREADABLE = 64  # blocks of which an I/O error is remembered
+UNREADABLE_KEPT_S = 600.0  # before that, the errors of further blocks replace none
 # Time after which a further I/O error of a block shows that it is damaged. A disk that fails for a
 # shorter time loses no block.
 UNREADABLE_S = 60.0
@@ -170,7 +176,7 @@ class BlockFolder:
         the size of the file in bytes.
 
         If the caller raises BlockCorrupt inside, the file is set aside. So it is after an I/O error
-        (EIO), if the block had one UNREADABLE_S before, and other blocks were read since.
+        (DAMAGE_ERRORS), if the block had one UNREADABLE_S before, and other blocks were read since.
 
         Args:
             counts: the read is an access, for eviction, unless those of this process never are.
@@ -193,7 +199,7 @@ class BlockFolder:
                 try:
                     yield fd, status.st_size
                 except OSError as error:
-                    if error.errno == errno.EIO and self._stays_unreadable((digest, key)):
+                    if error.errno in DAMAGE_ERRORS and self._stays_unreadable((digest, key)):
                         raise BlockCorrupt(f"again: {error.strerror}") from None
                     raise
                 with self._counting:
@@ -442,12 +448,17 @@ class BlockFolder:
         """Record an I/O error of a block; whether the block is at fault, and not the whole disk."""
         now_s = self._clock()
         with self._counting:
-            first_s = self._unreadable.setdefault(block, now_s)
-            if first_s < self._read_s and now_s - first_s >= UNREADABLE_S:
+            first_s = self._unreadable.get(block)
+            if first_s is None:
+                if len(self._unreadable) == MOST_UNREADABLE:
+                    oldest = next(iter(self._unreadable))
+                    if now_s - self._unreadable[oldest] < UNREADABLE_KEPT_S:
+                        return False
+                    del self._unreadable[oldest]
+                self._unreadable[block] = now_s
+            elif first_s < self._read_s and now_s - first_s >= UNREADABLE_S:
                 del self._unreadable[block]
                 return True
-            if len(self._unreadable) > MOST_UNREADABLE:
-                del self._unreadable[next(iter(self._unreadable))]
         return False
 
     def _set_aside(

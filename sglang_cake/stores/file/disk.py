@@ -187,7 +187,19 @@ class WriteBackoff:
         self._backoff.reset()
 
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+# Errors of damaged sectors, and of damaged structures of the file system. Reads past the page cache
+# get the block layer's own codes in place of EIO.
+DAMAGE_ERRORS = frozenset(
+    (
+        errno.EIO,
+        errno.ENODATA,  # "critical medium error"
+        errno.EREMOTEIO,  # "critical target error"
+        errno.EILSEQ,  # "protection error"
+        errno.EUCLEAN,  # a damaged structure
+        errno.EBADMSG,  # a wrong checksum of a structure
+    )
+)
+_DISK_ERRORS = DAMAGE_ERRORS | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ class BlockService:
         """GET and HEAD. Raises: BlockMissing, BlockCorrupt, StoreUnavailable; RefusedRequest."""
         is_use = request.headers.get(protocol.USE_HEADER) != protocol.NO_USE
         counts = request.method == "GET" and is_use
-        # `closing`: errors about the client do not reach the folder's context.
+        # `closing`: errors about the client do not reach the folder's context. Those of a read do.
         with contextlib.closing(contextlib.ExitStack()) as held:
             reading = self._reading(block.digest, block.key, counts=counts)
             fd = await self._readers.run(lambda stop: held.enter_context(reading))
@@ -136,7 +136,7 @@ class BlockService:
             response.content_length = stop - start
             if request.method == "GET":
                 if not is_cached(fd, size):
-                    read = functools.partial(read_into_cache, fd, start, stop)
+                    read = functools.partial(_read_held, held, fd, start, stop)
                     await self._readers.run(read)
                 await self._send(request, response, fd, start, stop - start)
             return response
@@ -343,3 +343,14 @@ def read_into_cache(fd: int, start: int, stop_at: int, stop: threading.Event) ->
         if not got:
             return
         start += got
+
+
+def _read_held(
+    held: contextlib.ExitStack, fd: int, start: int, stop_at: int, stop: threading.Event
+) -> None:
+    """As `read_into_cache`. An error ends the contexts in `held`, which may raise another one."""
+    try:
+        read_into_cache(fd, start, stop_at, stop)
+    except BaseException as error:
+        held.__exit__(type(error), error, error.__traceback__)
+        raise

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -139,8 +140,18 @@ class OurServer:
 class ServerInProcess:
     """A server in a thread of this process, with its own limits and one event loop."""
 
-    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None, most_connections=100):
+    def __init__(
+        self,
+        root,
+        *,
+        stuck_s=WAIT_S,
+        keepalive_s=WAIT_S,
+        tls=None,
+        most_connections=100,
+        clock=time.monotonic,
+    ):
         self._root = root
+        self._clock = clock
         self._stuck_s = stuck_s
         self._keepalive_s = keepalive_s
         self._tls = tls
@@ -169,7 +180,7 @@ class ServerInProcess:
     async def _serve(self):
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        folder = BlockFolder(FolderSettings(self._root))
+        folder = BlockFolder(FolderSettings(self._root), self._clock)
         self._metrics = ServerMetrics()
         credentials = ServerCredentials(make_own_token(), tls_files=self._tls)
         server = StoreServer(

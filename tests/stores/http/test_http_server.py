@@ -42,7 +42,7 @@ from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
-from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import (
@@ -381,6 +381,24 @@ def test_http_server_get_from_a_disk_in_trouble_gets_503(tmp_path, monkeypatch, 
             assert ask(server, "GET", PATH)[0] == 503
         assert ask(server, "GET", PATH)[::2] == (200, GOOD)
         assert "Traceback" not in caplog.text
+
+
+def test_http_server_block_with_read_errors_is_set_aside_if_others_are_read(tmp_path, monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(server_blocks, "is_cached", lambda *_: False)
+    with ServerInProcess(tmp_path / "root", clock=lambda: now_s) as server:
+        put_description(server)
+        put_block(server, "a")
+        put_block(server, "b")
+        found = []
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "preadv", failing(errno.EIO))
+                found.append(ask(server, "GET", PATH)[0])
+            now_s += UNREADABLE_S
+            if len(found) == 2:  # until then the disk may be at fault
+                assert ask(server, "GET", block_path(FRAME.digest, key_of("b")))[0] == 200
+        assert found == [503, 503, 404]
 
 
 def test_http_server_puts_beyond_half_of_the_connections_get_503_and_lookups_answers(
