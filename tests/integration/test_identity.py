@@ -593,6 +593,15 @@ def test_identity_scale_of_all_projections_in_the_place_of_theirs_counts() -> No
     assert _digest(layers=[single]) == _digest()
 
 
+def test_identity_one_scale_of_weights_that_sglang_has_quantised_counts() -> None:
+    """On AMD, and on Ada with CUDA before 12.4, where other GPUs have a scale for each channel."""
+    each, one = (_projections({"quant_method": "fp8"}, scales=count) for count in (24, 1))
+    for layer in (each, one):
+        layer.quant_method.quant_config.is_checkpoint_fp8_serialized = False
+        layer.logical_widths = [24]
+    assert _digest(layers=[each]) == _digest() != _digest(layers=[one])
+
+
 def test_identity_context_length_counts_for_a_model_that_reads_it(tmp_path: Path) -> None:
     text = "class Served:\n    def __init__(self, config=None):\n        self.n = {}\n"
     reads = _model(tmp_path / "1", "cake_external_2", text.format("config and config.context_len"))

@@ -314,11 +314,13 @@ def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any], moe_runner
 
 
 def _requantised(model: torch.nn.Module) -> str:
-    """The names of the layers whose weights in FP8 are others than those of the files, since SGLang
-    has quantised them again for the kernels that it picks here; "" if there is none.
+    """The names of the layers whose weights in FP8 are others than on most GPUs, since SGLang has
+    quantised them, or those of the files again, for the kernels that it picks here; "" if there is
+    none.
 
     | weights in the files | weights in memory |
     |---|---|
+    | BF16 | one scale for a layer: AMD, Ada with CUDA before 12.4; elsewhere one for each channel |
     | blocks of 128 x 128 | the same with scales that are powers of two: DeepGEMM on Blackwell |
     | MXFP8 | blocks of 128 x 128, on GPUs that cannot multiply MXFP8 |
     | a scale for each projection of a layer | one scale for all of them: RTX 50 |
@@ -347,10 +349,12 @@ def _is_requantised(layer: torch.nn.Module) -> bool:
     if not isinstance(method, Fp8LinearMethod) or method.block_quant:
         return False
     scale = getattr(layer, "weight_scale", None)
-    projections: Any = getattr(layer, "logical_widths", ())
-    is_single = isinstance(scale, torch.Tensor) and scale.numel() == 1 < len(projections)
+    if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
+        return False
     # Configurations of some mixed formats (INT4 with FP8) have no such attribute.
-    return is_single and bool(getattr(config, "is_checkpoint_fp8_serialized", False))
+    in_files = getattr(config, "is_checkpoint_fp8_serialized", None)
+    projections: Any = getattr(layer, "logical_widths", ())
+    return in_files is False or (bool(in_files) and len(projections) > 1)
 
 
 def _implementation(made: Any) -> str:
