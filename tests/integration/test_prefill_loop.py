@@ -36,6 +36,7 @@ class PrefillLoop:
         self.base = CoordinatorHarness(slots=200 * BLOCK, mode="both", priority=priority)
         self.queue: list[Any] = []
         self.chunked: Any = None
+        self.truncation_align_size = None
         self.base.coordinator.priority_sign = -1 if self.chance.random() < 0.5 else 0
         self.number = self.returns = self.progress = 0
         self.closed: list[Any] = []
