@@ -381,8 +381,9 @@ class CakePrefillAdder(PrefillAdder):
             return Run(stop)
 
     def _run(self, req: "Req", stops: Iterable[int | None]) -> Run:
-        """The request is computed up to the first of some tokens, and so that the tree gets the end
-        states that are to be saved, of this step and of later ones."""
+        """Run the request up to the first of `stops`, of the stop for an end state, and of the end
+        of the chunk. If that is inside the prompt, the step ends where later steps keep their end
+        states."""
         tree = self._cake()[0]
         stop = cut = _first([*stops, tree.step_stop(req)])
         # With an alignment, SGLang's chunks have one length.

@@ -54,7 +54,8 @@ MAKE_ROOM_S = 1.0
 MOST_UNUSED = 64  # namespaces that are described and have no blocks
 MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
 MOST_UNREADABLE = 64  # blocks of which an I/O error is remembered
-UNREADABLE_KEPT_S = 600.0  # before that, the errors of further blocks replace none
+# Time for which such an error is kept although other blocks have errors, too.
+UNREADABLE_KEPT_S = 600.0
 # Time after which a further I/O error of a block shows that it is damaged. A disk that fails for a
 # shorter time loses no block.
 UNREADABLE_S = 60.0
