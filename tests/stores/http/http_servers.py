@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -92,7 +93,9 @@ class OurServer:
 
     def __init__(self, root, *options, port=None, limits=None):
         options = serve_options(root, "--port", port or free_port(), *options)
-        self.process, self.prints = serve_process.start(root, options, limits)
+        # Not `capfd`: its `readouterr` loses lines that a process writes meanwhile.
+        self._errors_fd = os.memfd_create("errors")
+        self.process, self.prints = serve_process.start(root, options, limits, self._errors_fd)
         STARTED.append(self)
         line = self.prints.readline()
         assert " is served at " in line, f"{line!r}, exit status {self.process.exitcode}"
@@ -110,6 +113,10 @@ class OurServer:
         """End it as an operator would; the exit status."""
         self.process.terminate()
         return self.ended()
+
+    def said(self):
+        """What it has written to its standard error."""
+        return os.pread(self._errors_fd, os.fstat(self._errors_fd).st_size, 0).decode()
 
     def workers(self):
         """The processes that answer."""
@@ -135,6 +142,8 @@ class OurServer:
         self.process.kill()
         self.process.join()
         self.prints.close()
+        sys.stderr.write(self.said())
+        os.close(self._errors_fd)
 
 
 class ServerInProcess:

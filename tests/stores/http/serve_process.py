@@ -55,15 +55,16 @@ def _suspend(file):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def start(root, options, limits):
+def start(root, options, limits, errors_fd):
     """A server with the environment of this process, and what it prints.
 
     Args:
         options: of `sglang-cake store serve`.
         limits: further fields of `ServeSettings`, in place of options; or None.
+        errors_fd: what it writes to its standard error goes there.
     """
     reading, writing = os.pipe()
-    streams = [Connection(fd, readable=False) for fd in (writing, os.dup(2))]
+    streams = [Connection(fd, readable=False) for fd in (writing, os.dup(errors_fd))]
     given = (root, options, limits, dict(os.environ), streams)
     process = _context().Process(target=_run, args=given, daemon=True)
     process.start()

@@ -165,44 +165,39 @@ def test_worker_pool_terminated_worker_finishes_its_put(tmp_path):
     assert server.stop() == 0
 
 
-def test_worker_pool_irreplaceable_worker_is_tried_again_while_others_go_on(tmp_path, capfd):
+def test_worker_pool_irreplaceable_worker_is_tried_again_while_others_go_on(tmp_path):
     root, moved = tmp_path / "root", tmp_path / "moved"
     server = OurServer(root, "--workers", 2)
     victim, other = server.workers()
     root.rename(moved)
     root.write_text("no folder")
     os.kill(victim, signal.SIGKILL)
-    line, said = "a worker cannot start; the others go on", ""
-    while line not in said:
-        said += until(lambda: capfd.readouterr().err, "there is a line about it")
+    line = "a worker cannot start; the others go on"
+    until(lambda: line in server.said(), "there is a line about it")
     assert ask(server, "GET", "/health")[0] == 200
     root.unlink()
     moved.rename(root)
     until(lambda: len(server.workers()) == 2, "it is replaced")
     assert other in server.workers()
     assert server.stop() == 0
-    said += capfd.readouterr().err
-    assert "Traceback" not in said
-    (found,) = (each for each in said.splitlines() if line in each)
+    assert "Traceback" not in server.said()
+    (found,) = (each for each in server.said().splitlines() if line in each)
     assert str(root) in found
 
 
-def test_worker_pool_worker_that_ends_soon_each_time_is_replaced_after_longer_pauses(
-    tmp_path, capfd
-):
-    server, said = OurServer(tmp_path / "root", limits={"workers": 1}), ""
+def test_worker_pool_worker_that_ends_soon_each_time_is_replaced_after_longer_pauses(tmp_path):
+    server = OurServer(tmp_path / "root", limits={"workers": 1})
     for pause in ("in 1 s", "in 2 s"):
         assert ask(server, "GET", "/health")[0] == 200
         (worker,) = server.workers()
         os.kill(worker, signal.SIGKILL)
         line = f"worker {worker} ended and is replaced "
-        while line not in said:
-            said += until(lambda: capfd.readouterr().err, "there is a line about it")
-        assert line + pause in said
+        until(lambda line=line: line in server.said(), "there is a line about it")
+        assert line + pause in server.said()
     assert server.stop() == 0
 
 
-def test_worker_pool_last_worker_that_cannot_be_replaced_ends_the_server(tmp_path, capfd):
+def test_worker_pool_last_worker_that_cannot_be_replaced_ends_the_server(tmp_path):
     root = tmp_path / "root"
     server = OurServer(root, "--workers", 2)
     workers = server.workers()
@@ -212,9 +207,8 @@ def test_worker_pool_last_worker_that_cannot_be_replaced_ends_the_server(tmp_pat
         os.kill(worker, signal.SIGKILL)
     assert server.ended() == 2
     assert not connects(server.port)
-    said = capfd.readouterr().err
-    assert "Traceback" not in said
-    assert str(root) in said.splitlines()[-1]
+    assert "Traceback" not in server.said()
+    assert str(root) in server.said().splitlines()[-1]
 
 
 def test_worker_pool_suspended_worker_is_killed_and_replaced(tmp_path):
