@@ -141,6 +141,17 @@ async def test_file_store_read_error_is_unavailable_and_keeps_the_file(tmp_path,
         assert await read_a(store) == block_of("a")
 
 
+async def test_file_store_write_that_finds_a_damaged_file_does_not_pause_writing(
+    tmp_path, monkeypatch
+):
+    async with opened_store(tmp_path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", failing(errno.EUCLEAN))
+            with pytest.raises(StoreUnavailable, match=os.strerror(errno.EUCLEAN)):
+                await put_a(store)
+        assert await store.put(B, block_of("b"))
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENODATA, errno.EUCLEAN])
 async def test_file_store_block_with_read_errors_is_set_aside_if_others_are_read(
     tmp_path, monkeypatch, number

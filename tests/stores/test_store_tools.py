@@ -98,6 +98,7 @@ def test_store_tool_of_root_on_the_folder_of_another_user_is_refused_and_writes_
     (line,) = capsys.readouterr().err.splitlines()
     assert f"store folder {root} belongs to " in line
     assert "(sudo -u '" in line
+    assert "if the server runs as root, too, start it first" in line
     assert files_of(root) == before
 
 

@@ -212,7 +212,7 @@ async def test_tiered_store_cancelled_lookup_leaves_no_task():
 async def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
     class Short(WrapperStore):
         async def contains(self, keys):
-            return [True] if keys else []
+            return [True]
 
     async with opened_tiers() as tiers:
         tiers.store.tiers[0].store = Short(tiers.memory[0])
@@ -587,6 +587,24 @@ async def test_tiered_store_tier_without_statistics_stays_in_use(how, caplog):
         assert await tiers.store.contains([key_of("a")]) == [True]
         assert untold.asked == (1 if how == "hangs" else 2 * FAILURES_IN_A_ROW)
     assert caplog.text.count("broke the contract") == (how == "has a bug")
+
+
+class ServesNothing(WrapperStore):
+    """A folder on a dead disk: without keys, there is nothing to look up on it."""
+
+    async def contains(self, keys):
+        if keys:
+            raise DOWN
+        return []
+
+
+async def test_tiered_store_stats_of_a_tier_whose_lookups_fail_leave_it_out():
+    async with opened_tiers() as tiers:
+        tiers.store.tiers[1].store = ServesNothing(tiers.memory[1])
+        for _ in range(FAILURES_IN_A_ROW):
+            stats = await tiers.store.stats()
+        assert [tier.reading for tier in stats.tiers] == [True, False]
+        assert stats.tiers[1].counts["left_out"] == 1
 
 
 # ---- opening ----

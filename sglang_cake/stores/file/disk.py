@@ -187,19 +187,19 @@ class WriteBackoff:
         self._backoff.reset()
 
 
-# Errors of damaged sectors, and of damaged structures of the file system. Reads past the page cache
-# get the block layer's own codes in place of EIO.
-DAMAGE_ERRORS = frozenset(
+# Errors of damaged sectors. Reads past the page cache get the block layer's own codes in place of
+# EIO.
+_SECTOR_ERRORS = frozenset(
     (
         errno.EIO,
         errno.ENODATA,  # "critical medium error"
         errno.EREMOTEIO,  # "critical target error"
         errno.EILSEQ,  # "protection error"
-        errno.EUCLEAN,  # a damaged structure
-        errno.EBADMSG,  # a wrong checksum of a structure
     )
 )
-_DISK_ERRORS = DAMAGE_ERRORS | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_DISK_ERRORS = _SECTOR_ERRORS | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+# A file system reports a damaged file so. It says nothing about other files.
+DAMAGE_ERRORS = _SECTOR_ERRORS | {errno.EUCLEAN, errno.EBADMSG}
 
 
 @contextlib.contextmanager

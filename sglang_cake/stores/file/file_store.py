@@ -253,7 +253,7 @@ def _check_user(root: Path) -> None:
         user = f"#{owner}"  # as sudo takes it
     raise ConfigError(
         f"store folder {root} belongs to {user}, whom files of root would lock out: run this as "
-        f"that user (sudo -u '{user}'), or give the folder to root"
+        f"that user (sudo -u '{user}'); if the server runs as root, too, start it first"
     )
 
 

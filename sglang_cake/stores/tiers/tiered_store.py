@@ -80,6 +80,7 @@ class Known(NamedTuple):
 
 
 _UNKNOWN = Known(0, 0)
+_NO_BLOCK = BlockKey(bytes(32))  # no hash of tokens
 
 
 class _Stored(NamedTuple):
@@ -378,14 +379,14 @@ class TieredStore(Store):
         unknown, since most are in several tiers. If no tier answers, the stats have only the states
         and counts of the tiers.
 
-        A lookup without keys tells which tiers answer: their states are known also if there are no
-        requests, and tiers that are left out come back."""
+        A lookup of one key that no block has tells which tiers answer: their states are known also
+        if there are no requests, and tiers that are left out come back."""
         self._check_open()
         now_s = self._clock()
         asked = [tier for tier in self.tiers if tier.may_ask(now_s)]
         answers: list[_Answer[list[bool]]] = []
         with contextlib.suppress(StoreUnavailable):
-            answers = await self._ask(asked, lambda tier: tier.contains(()))
+            answers = await self._ask(asked, lambda tier: tier.contains([_NO_BLOCK]))
         told = await asyncio.gather(*(tier.stats(self.late_answer_s) for tier, _ in answers))
         by_index = {tier.index: stats for (tier, _), stats in zip(answers, told, strict=True)}
         stats = [each for each in told if each is not None]
