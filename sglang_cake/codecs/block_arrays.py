@@ -110,18 +110,19 @@ class Block:
                 words = self.words[at : at + part.tokens * part.channels]
                 yield words.reshape(part.tokens, part.channels)
 
+    def words_of(self, part: Part) -> Words:
+        """The part's words, `[layers, tokens, channels]`: a view, not a copy."""
+        size = self.words.itemsize
+        return np.lib.stride_tricks.as_strided(
+            self.words[part.start :],
+            (part.layers, part.tokens, part.channels),
+            (part.stride * size, part.channels * size, size),
+        )
+
     def floats(self, part: Part) -> npt.NDArray[np.float32]:
         """The part's numbers in float32, `[layers, tokens, channels]`. They are a copy, twice as
         large as 16-bit words."""
-        planes = np.lib.stride_tricks.as_strided(
-            self.words[part.start :],
-            (part.layers, part.tokens, part.channels),
-            (
-                part.stride * self.words.itemsize,
-                part.channels * self.words.itemsize,
-                self.words.itemsize,
-            ),
-        )
+        planes = self.words_of(part)
         if self.kind == BFLOAT16:
             return (planes.astype(np.uint32) << 16).view(np.float32)
         if self.kind == FLOAT16:

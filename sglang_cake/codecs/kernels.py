@@ -129,22 +129,6 @@ def _to_half(context, number):
     return types.uint16(types.float32), build
 
 
-@intrinsic
-def _from_bits(context, word):
-    def build(context, builder, signature, args):
-        return builder.bitcast(builder.trunc(args[0], _I32), _F32)
-
-    return types.float32(word), build
-
-
-@intrinsic
-def _to_bits(context, number):
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], _I32)
-
-    return types.uint32(types.float32), build
-
-
 @inlined
 def number(word, kind):
     """A word as float32. `kind` must be constant within a loop."""
@@ -152,7 +136,7 @@ def number(word, kind):
         return _from_bfloat(np.uint16(word))
     if kind == FLOAT16:
         return _from_half(np.uint16(word))
-    return _from_bits(np.uint32(word))
+    return np.uint32(word).view(np.float32)
 
 
 @inlined
@@ -163,7 +147,7 @@ def word(number, kind):
     if kind == FLOAT16:
         number = min(max(number, -HALF_MAX), HALF_MAX)
         return np.uint32(_to_half(number))
-    return _to_bits(number)
+    return np.float32(number).view(np.uint32)
 
 
 @compiled

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from sglang_cake.codecs.block_arrays import KEYS, Block, Part, parts_of
+from sglang_cake.codecs.block_arrays import KEYS, Block, Part, Words, parts_of
 from sglang_cake.codecs.codec_steps import (
     Bytes,
     Field,
@@ -32,7 +32,7 @@ from sglang_cake.codecs.codec_steps import (
     packed_bytes,
 )
 from sglang_cake.codecs.groups import grid, unpacked
-from sglang_cake.codecs.kernels import all_finite, compiled, number, word
+from sglang_cake.codecs.kernels import all_finite, compiled, word
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 OUTLIERS = 0.01  # share of the numbers of a vector that are kept as they are
@@ -85,16 +85,17 @@ class NonUniform:
             powers, levels, zeros, scales, kept, places, codes = packed_arrays(out, at, fields)
             at += packed_bytes(fields)
             along = part.name == KEYS
-            numbers = np.empty((*zeros.shape, part.tokens if along else part.channels), np.float32)
+            numbers = np.ascontiguousarray(_vectors(block.floats(part), along))
             lows, highs = np.empty(zeros.shape, np.float32), np.empty(zeros.shape, np.float32)
-            place = (block.words, *part.place)
-            gather(*place, block.kind, along, numbers)
             set_apart(numbers, places, lows, highs)
-            keep(*place, along, places, kept)
+            kept[:] = np.take_along_axis(_vectors(block.words_of(part), along), places, axis=2)
             power, zero, scale = grid(lows[:, None], highs[:, None], 1)
             powers[:], zeros[:], scales[:] = power, zero[:, 0], scale[:, 0]
             zero, scale = unpacked(power, zero, scale)
-            normalise(numbers, zero[:, 0], scale[:, 0])
+            with np.errstate(divide="ignore"):
+                inverse = np.where(scale > 0, 1 / scale, 0).astype(np.float32)
+            numbers -= zero.swapaxes(1, 2)
+            numbers *= inverse.swapaxes(1, 2)  # those that are not set apart lie in 0 to 1 now
             levels[:] = np.linspace(0, 1, 2**self.bits)
             codes[:] = 0
             assign(numbers, (levels[:, 1:] + levels[:, :-1]) / 2, along, codes)
@@ -132,20 +133,10 @@ class NonUniform:
                 raise Malformed("a number is kept for a place outside of its vector")
 
 
-@compiled
-def gather(words, start, stride, layers, tokens, channels, kind, along, out):
-    """Fill `out` with vectors: `along` the tokens of a channel, or else the channels of a token."""
-    for layer in range(layers):
-        for token in range(tokens):
-            at = start + layer * stride + token * channels
-            row = words[at : at + channels]
-            if along:
-                for c in range(channels):
-                    out[layer, c, token] = number(row[c], kind)
-            else:
-                into = out[layer, token]
-                for c in range(channels):
-                    into[c] = number(row[c], kind)
+def _vectors(planes: Words, along: bool) -> Words:
+    """Planes `[layers, tokens, channels]` as vectors: `along` the tokens of a channel, or else the
+    channels of a token."""
+    return planes.swapaxes(1, 2) if along else planes
 
 
 @compiled
@@ -177,37 +168,14 @@ def set_apart(numbers, places, lows, highs):
 
 
 @compiled
-def keep(words, start, stride, layers, tokens, channels, along, places, kept):
-    """Copy the words at `places`."""
-    for layer in range(layers):
-        at = start + layer * stride
-        for v in range(places.shape[1]):
-            for nth in range(places.shape[2]):
-                i = np.int64(places[layer, v, nth])
-                kept[layer, v, nth] = words[at + (i * channels + v if along else v * channels + i)]
-
-
-@compiled
 def put_back(words, start, stride, layers, tokens, channels, along, places, kept):
-    """The inverse of `keep`."""
+    """Words that were kept as they are, at their `places`."""
     for layer in range(layers):
         at = start + layer * stride
         for v in range(places.shape[1]):
             for nth in range(places.shape[2]):
                 i = np.int64(places[layer, v, nth])
                 words[at + (i * channels + v if along else v * channels + i)] = kept[layer, v, nth]
-
-
-@compiled
-def normalise(numbers, zeros, scales):
-    """Scale the vectors in place: numbers that are not set apart lie in 0 to 1 then."""
-    layers, vectors, count = numbers.shape
-    for layer in range(layers):
-        for v in range(vectors):
-            vector, zero, scale = numbers[layer, v], zeros[layer, v], scales[layer, v]
-            inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
-            for i in range(count):
-                vector[i] = (vector[i] - zero) * inverse
 
 
 @compiled
