@@ -523,15 +523,17 @@ def test_chunked_request_step_ends_at_the_first_of_its_stops(
 
 
 @pytest.mark.parametrize(
-    ("planned", "chunk_tokens", "align", "limit"),
+    ("planned", "chunk_tokens", "align", "shorter", "limit"),
     [
-        (None, 64, None, 60),  # where SGLang would cut it
-        (64, 64, None, 60),
-        (33, 64, None, 30),
-        (None, 60, None, None),
-        (None, 64, 16, None),  # chunks of one length
-        (None, None, None, None),  # SGLang does not chunk
-        (64, None, None, 60),
+        (None, 64, None, None, 60),  # where SGLang would cut it
+        (64, 64, None, None, 60),
+        (33, 64, None, None, 30),
+        (None, 60, None, None, None),
+        (None, 64, 16, None, None),  # chunks of one length
+        (None, None, None, None, None),  # SGLang does not chunk
+        (64, None, None, None, 60),
+        (None, 64, None, 57, 50),
+        (33, 64, None, 57, 30),
     ],
 )
 def test_chunked_request_step_is_cut_where_later_steps_keep_states(
@@ -540,8 +542,10 @@ def test_chunked_request_step_is_cut_where_later_steps_keep_states(
     planned: int | None,
     chunk_tokens: int | None,
     align: int | None,
+    shorter: int | None,
     limit: int | None,
 ) -> None:
+    """With `shortest-prefill-first`, SGLang leaves a part of the step to shorter prompts."""
     admission = admissions()
     admission.scheduler.truncation_align_size = align
     step = None if planned is None else StepPlan(planned, wait=False)
@@ -550,6 +554,7 @@ def test_chunked_request_step_is_cut_where_later_steps_keep_states(
     tree = BareTree(admission.coordinator)
     tree.state_chunk_tokens = 10
     adder = prefill_adder(admission.scheduler, tree, chunk_tokens=chunk_tokens)
+    adder.chunked_req_limit = shorter
     req = admission.req("running")
     req.full_untruncated_fill_ids = req.origin_input_ids
     adder.add_chunked_req(req)

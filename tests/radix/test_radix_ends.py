@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
@@ -28,7 +31,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
-from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.cake_radix_cache import CUT_SHARE, CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
@@ -270,7 +273,7 @@ def step(side: HybridTree, req: Any, cut: int) -> None:
 
 
 @cores()
-@pytest.mark.parametrize("cuts", [(20, 52, 91), (4, 36, 91), (20, 23, 60, 91), (44, 91)])
+@pytest.mark.parametrize("cuts", [(20, 60, 91), (4, 53, 91), (20, 23, 60, 91), (50, 91)])
 def test_radix_ends_extra_buffer_keeps_the_last_state_of_a_prompt_after_a_cut_at_any_token(
     core: str, cuts: tuple[int, ...]
 ) -> None:
@@ -286,12 +289,41 @@ def test_radix_ends_extra_buffer_keeps_the_last_state_of_a_prompt_after_a_cut_at
     assert again.prefix_len == 80  # its own steps begin at a state chunk, too
 
 
-@pytest.mark.parametrize(("cut", "stop"), [(47, 40), (40, 40), (25, 24), (23, 23), (100, 100)])
-def test_radix_ends_extra_buffer_step_is_cut_between_state_chunks(cut: int, stop: int) -> None:
-    """A step that would have no tokens left is not moved, nor is the end of the prompt."""
+@pytest.mark.parametrize(
+    ("length", "cut", "stop"),
+    [
+        (1000, 40, 40),
+        (1000, 137, 136),
+        (1000, 159, 152),  # it gives up 7 of 139 tokens
+        (1000, 79, 79),  # it would give up 7 of 59 tokens
+        (100, 79, 72),  # the next step is the last one
+        (100, 23, 23),  # it would have no tokens left
+        (100, 99, 96),
+        (100, 100, 100),
+    ],
+)
+def test_radix_ends_extra_buffer_step_is_cut_between_state_chunks(
+    length: int, cut: int, stop: int
+) -> None:
     side = HybridTree(replace(KINDS["state-extra-buffer"], page_size=1), block=2 * BLOCK)
-    req = side.start([*range(100)], 20)
+    req = side.start([*range(length)], 20)
     assert side.tree.cut_stop(req, cut) == stop
+
+
+@given(st.integers(64, 600), st.integers(2, 300), st.data())
+def test_radix_ends_extra_buffer_cuts_between_state_chunks_give_up_few_tokens(
+    length: int, chunk_tokens: int, data: st.DataObject
+) -> None:
+    """Requests that decode take part of each step."""
+    side = HybridTree(replace(KINDS["state-extra-buffer"], page_size=1), block=2 * BLOCK)
+    req = SimpleNamespace(prefix_len=0, full_untruncated_fill_ids=range(length))
+    given_tokens = 0
+    while req.prefix_len < length:
+        given = chunk_tokens - data.draw(st.integers(0, chunk_tokens // 8))
+        cut = min(req.prefix_len + given, length)
+        req.prefix_len = side.tree.cut_stop(req, cut)
+        given_tokens += given
+    assert given_tokens * (1 - CUT_SHARE) <= length + 3 * chunk_tokens
 
 
 def test_radix_ends_no_buffer_step_is_cut_anywhere() -> None:
@@ -313,6 +345,18 @@ def test_radix_ends_extra_buffer_with_state_chunks_of_two_blocks_keeps_the_last_
         step(side, req, cut)
     first = steps[-1] if steps else 0
     assert side.save(req, length - (length - first) % side.state_chunk)
+
+
+def test_radix_ends_extra_buffer_state_before_prompts_diverge_is_counted_from_the_steps_start() -> (
+    None
+):
+    """SGLang's match found block 4, which is no state chunk of a step that begins at block 1."""
+    side = HybridTree(KINDS["state-extra-buffer"], state_chunk=2 * BLOCK)
+    req = side.start([*range(50)], BLOCK)
+    req.mamba_branching_seqlen = 4 * BLOCK
+    req.extend_end = 50
+    side.tree.track_end(req)
+    assert req.mamba_branching_seqlen == 3 * BLOCK
 
 
 @pytest.mark.parametrize(("front", "stop"), [(0, 10), (4, 10), (5, 11), (11, None)])

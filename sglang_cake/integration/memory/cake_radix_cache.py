@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang_cake")
 
 SCARCE_WINDOWS = 1 / 8  # of their pool: if less is free or held by the tree alone, it is scarce
+CUT_SHARE = 1 / 16  # a step gives up at most so much of its tokens for end states of later steps
 
 
 class Service(Protocol):
@@ -454,18 +455,18 @@ class CakeRadixCache(UnifiedRadixCache):
         """Where a step that would be cut at token `cut` of a prompt ends.
 
         SGLang's extra buffers keep states at multiples of its state chunk from the start of a step.
-        So a step that starts between two of them could keep none at a block boundary, and nor could
-        any later one of the prompt. A step that would have no tokens left is cut as it is.
+        A step that starts between two of them could keep none at a block boundary. So a cut is
+        moved down to one of them, if the step gives up at most CUT_SHARE of its tokens, or if the
+        next step is the prompt's last one. A step that would have no tokens left is cut as it is.
         """
-        if (
-            self.ends is None
-            or self.coordinator is None
-            or cut >= len(req.full_untruncated_fill_ids)
-        ):
+        if self.ends is None or self.coordinator is None:
             return cut
         grid = math.gcd(self.ends.state_chunk_tokens, self.coordinator.block_tokens)
-        stop = cut - cut % grid
-        return stop if stop > req.prefix_len else cut
+        stop, tokens = cut - cut % grid, cut - req.prefix_len
+        left = len(req.full_untruncated_fill_ids) - stop
+        if cut - stop >= min(tokens, left):  # nothing is left of the step, or of the prompt
+            return cut
+        return stop if left <= tokens or cut - stop <= CUT_SHARE * tokens else cut
 
     def track_end(self, req: "Req") -> None:
         """With SGLang's extra buffers, have the forward of the scheduled step keep the state at the

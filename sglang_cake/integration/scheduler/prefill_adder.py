@@ -294,6 +294,8 @@ class CakePrefillAdder(PrefillAdder):
             stops = [None if step is None else step.stop]
             if most is not None:
                 stops.append(req.prefix_len + most)
+            if self.chunked_req_limit is not None:  # of `shortest-prefill-first`
+                stops.append(req.prefix_len + self.chunked_req_limit)
             if replayed := tree.replayed_tokens(req):  # they share the chunk with the new tokens
                 rest = self._step_tokens - replayed
                 stops.append(req.prefix_len + max(rest - rest % self.page_size, self.page_size))
