@@ -179,8 +179,8 @@ def gunicorn(root: Path, workers: int, worker_class: str) -> Iterator[Served]:
 
 
 def wait_for(port: int) -> None:
-    """Until a server listens on loopback."""
-    for _ in range(200):
+    """Until a server listens on loopback, for a minute."""
+    for _ in range(1200):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return

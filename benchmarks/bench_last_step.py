@@ -21,17 +21,15 @@ all, and the arm that waits is taken as it was measured.
 """
 
 import argparse
-import contextlib
 import json
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
+from benchmarks.bench_http_store import ours
 from benchmarks.command_line import fill, parser_of
 from benchmarks.harness.slow_link import SlowLink
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
@@ -193,28 +191,14 @@ def text(cells: Sequence[dict[str, Any]]) -> str:
     return table(heads, rows, right=range(1, len(heads)))
 
 
-@contextlib.contextmanager
-def store_server(root: Path) -> Iterator[int]:
-    """`sglang-cake store serve`; the value is its port."""
-    command = [sys.executable, "-m", "sglang_cake", "store", "serve", "--root", str(root)]
-    command += ["--port", "0", "--capacity", "20GB", "--min-free", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline().split()[-1].rpartition(":")[2])
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 def run(bench: Bench, result: dict[str, Any]) -> None:
     """All cells; the result file is written after each link."""
     balanced = bench.fill()
     result["balanced_bytes_per_s"] = round(balanced)
-    with store_server(bench.work / "store") as port:
+    with ours(bench.work / "store") as served:
         for ratio in bench.args.ratios:
             bandwidth = ratio * balanced
-            link = SlowLink(port, bandwidth)
+            link = SlowLink(int(served.base.rpartition(":")[2]), bandwidth)
             near = (bench.work / "store").as_uri() + f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
             urls = {"file": near, "http": f"http://127.0.0.1:{link.port}"}
             for name, url in urls.items():

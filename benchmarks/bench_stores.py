@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
-from benchmarks.bench_http_store import ours, running
+from benchmarks.bench_http_store import ours, running, wait_for
 from benchmarks.command_line import fill, parser_of
 from benchmarks.demos import ARMS, CAKE, demo, said
 from benchmarks.stats import spread
@@ -40,7 +40,6 @@ FULL = {"sizes": [1, 4], "depths": [1, 8], "mib": 256, "repeats": 3, "name": "cp
 SMALL = {"sizes": [1], "depths": [4], "mib": 8, "repeats": 1, "name": "small"}
 KEYS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "else"}
 BUCKET = "cake-bench"
-START_S = 60.0
 CALLS = ("read", "write")
 LOOPBACK = "loopback"
 
@@ -64,7 +63,7 @@ def s3_store(folder: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-        _until(lambda: _connects(port))
+        wait_for(port)
         endpoint = f"http://127.0.0.1:{port}"
         client = botocore.session.get_session().create_client(
             "s3",
@@ -87,9 +86,9 @@ def mooncake_store(folder: Path) -> Iterator[str]:
     listen = ["--rpc_address=127.0.0.1", f"--rpc_port={master}"]
     listen += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics}"]
     with running([str(programs / "mooncake_master"), *listen], **quiet):
-        _until(lambda: _connects(master))
+        wait_for(master)
         with running([str(programs / "mooncake_client"), *lend], **quiet):
-            _until(lambda: _connects(client))
+            wait_for(client)
             yield f"mooncake://127.0.0.1:{master}?segment=0"
 
 
@@ -106,19 +105,6 @@ STORES: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
     "mooncake": mooncake_store,
     "tiers": tiers,
 }
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + START_S
-    while not condition():
-        if time.monotonic() > until_s:
-            raise SystemExit(f"a server did not begin within {START_S:.0f} s")
-        time.sleep(0.05)
-
-
-def _connects(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def by_tool(url: str, args: argparse.Namespace) -> dict[tuple[int, int, str], float]:
