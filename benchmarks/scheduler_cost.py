@@ -25,6 +25,7 @@ from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.loader import Fetched, LoaderEvent, LookedUp
+from sglang_cake.testing.scheduler_loop import LoopRequest
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
@@ -113,7 +114,8 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     """Seconds per phase, for each step of one race."""
     loader = _Loader()
     coordinator = _coordinator(loader)
-    req = _request(prompt_tokens)
+    prompt = array("q", range(prompt_tokens))
+    req = LoopRequest("r", prompt, retracted_stain=True)  # SGLang counts no cached tokens of it
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
     loader.events.append(LookedUp(loader.load_id, (True,) * blocks, (), bytes(blocks)))
@@ -164,24 +166,3 @@ def _coordinator(loader: _Loader) -> Coordinator:
     )
     coordinator.rebase(Digest(bytes(32)), suspended=False)
     return coordinator
-
-
-def _request(tokens: int) -> Any:
-    return SimpleNamespace(
-        rid="r",
-        origin_input_ids=array("q", range(tokens)),
-        output_ids=array("q"),
-        prefix_len=0,
-        extra_key=None,
-        cache_salt=None,
-        lora_id=None,
-        input_embeds=None,
-        positional_embed_overrides=None,
-        multimodal_inputs=None,
-        session=None,
-        sampling_params=SimpleNamespace(custom_params=None),
-        customized_info=None,
-        retracted_stain=True,  # SGLang counts no cached tokens of it
-        already_computed=0,
-        _compute_max_prefix_len=lambda length: length - 1,
-    )
