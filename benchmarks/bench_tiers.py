@@ -11,21 +11,18 @@ import argparse
 import math
 import random
 import statistics
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from benchmarks import documents, facts
+from benchmarks.harness.virtual_tiers import virtual_tiers
 from sglang_cake.integration import step_costs
 from sglang_cake.loading.cost_model import PromptCosts, TierLoads
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Mode, with_loads
-from sglang_cake.stores.tiers import tier
-from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import (
     BLOCK_TOKENS,
@@ -84,26 +81,21 @@ class Draw:
     @contextmanager
     def server(self, mode: Mode) -> Iterator[tuple[VirtualScheduler, list[VirtualStore]]]:
         size_bytes = self.model.layout.block_bytes
-        with (
-            mock.patch.object(tier, "run_stoppable", _in_this_thread),
-            virtual_scheduler(self.model, link_bytes_per_s=1.0, mode=mode) as loop,
-        ):
+        with virtual_scheduler(self.model, link_bytes_per_s=1.0, mode=mode) as loop:
             block_s = [self.block_compute_s / speed for speed in self.speeds]
             stores = [
                 VirtualStore(loop.io, size_bytes, size_bytes / each_s, latency_s)
                 for each_s, latency_s in zip(block_s, self.latencies_s, strict=True)
             ]
-            tiers = TieredStore(stores, block_bytes=8, copy_bytes=64, clock=lambda: loop.io.now_s)
-            loop.loader.use(tiers, [READS] * len(stores))
-            loop.loader.forget_costs()
-            loop.writer.use(tiers)
             known = [  # a read occupies its place for its latency, too
                 replace(store.cost, block_s=max(each_s, (latency_s + each_s) / READS))
                 for store, each_s, latency_s in zip(stores, block_s, self.latencies_s, strict=True)
             ]
-            loop.step_costs.recall(replace(self.model.prefill, error=0.02), known)
-            loop.io.until(loop.io.now_s)
-            yield loop, stores
+            with virtual_tiers(loop, stores, [READS] * len(stores)):
+                loop.loader.forget_costs()
+                loop.step_costs.recall(replace(self.model.prefill, error=0.02), known)
+                loop.io.until(loop.io.now_s)
+                yield loop, stores
 
     def first_tokens_s(self, mode: Mode) -> list[float]:
         with self.server(mode) as (loop, stores):
@@ -114,11 +106,6 @@ class Draw:
                     stores[place].keys.add(key)
                 arrivals.append((number * 0.001, req))
             return [run.ttft_s for run in loop.serve(arrivals)]
-
-
-async def _in_this_thread(pool: Any, work: Any) -> Any:
-    """Copies of a few bytes, which no clock waits for."""
-    return work(threading.Event())
 
 
 def _averaged(costs: PromptCosts, view: View, tiers: TierLoads) -> PromptCosts:

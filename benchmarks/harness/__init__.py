@@ -1,1 +1,2 @@
-"""For benchmarks and tests: links with limits and faults, and a tiny DeepSeek."""
+"""For benchmarks and tests: links with limits and faults, tiers in virtual time, and a tiny
+DeepSeek."""

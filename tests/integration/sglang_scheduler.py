@@ -42,8 +42,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from test_virtual_tiers import in_this_thread
 
+from benchmarks.harness.virtual_tiers import virtual_tiers
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import Buffer, TellBytes
 from sglang_cake.core.errors import BlockMissing
@@ -55,8 +55,6 @@ from sglang_cake.integration.scheduler.waker import sleep_s
 from sglang_cake.loading.cost_model import StepWork, work_of
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import PLAN_S
-from sglang_cake.stores.tiers import tier
-from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.scheduler_loop import POLL_S
 from sglang_cake.testing.virtual_gpu import (
     BLOCK_TOKENS,
@@ -562,7 +560,12 @@ def virtual_sglang(
         tree_components=(ComponentType.FULL,),
     )
     tree = CakeRadixCache(params=params)
-    with installed_hooks(), pytest.MonkeyPatch.context() as patch, virtual_time() as io:
+    with (
+        installed_hooks(),
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.ExitStack() as tiers,
+        virtual_time() as io,
+    ):
         patch.setattr(scheduler, "TEST_RETRACT", retract_every > 0)
         patch.setattr(scheduler, "TEST_RETRACT_INTERVAL", retract_every)
         loop = VirtualScheduler(
@@ -585,12 +588,7 @@ def virtual_sglang(
         fast = Blocks(io, model.layout.block_bytes, fast_bytes_per_s or math.inf, 0.0)
         fast.memory = loop.kv.memory
         if fast_bytes_per_s:
-            patch.setattr(tier, "run_stoppable", in_this_thread)
-            tiers = TieredStore(
-                [fast, loop.store], block_bytes=8, copy_bytes=64, clock=lambda: io.now_s
-            )
-            loop.loader.use(tiers, [4])
-            loop.writer.use(tiers)
+            tiers.enter_context(virtual_tiers(loop, [fast, loop.store], [4]))
             if knows_costs:
                 loop.step_costs.recall(loop.step_costs.own.prefill, [fast.cost, loop.store.cost])
         tree.coordinator = loop.coordinator

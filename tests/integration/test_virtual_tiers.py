@@ -1,17 +1,14 @@
 """Prompts whose blocks are in a fast tier and in a slow one: the real tiers in virtual time."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from failing_store import FailingStore
 
+from benchmarks.harness.virtual_tiers import virtual_tiers
 from sglang_cake.loading.planner import Mode
-from sglang_cake.stores.tiers import tier
-from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import (
     LLAMA_8B,
@@ -33,17 +30,8 @@ BLOCK_S = [  # a read occupies its place for its latency, too
 LAST_STEP_S = MODEL.prefill.step_s(TOKENS - MODEL.chunk_tokens, TOKENS)
 
 
-async def in_this_thread(pool: Any, work: Callable[[threading.Event], Any]) -> Any:
-    """Copies of small blocks, which no clock waits for."""
-    del pool
-    return work(threading.Event())
-
-
 @contextmanager
-def two_tiers(
-    monkeypatch: pytest.MonkeyPatch, mode: Mode
-) -> Iterator[tuple[VirtualScheduler, list[FailingStore]]]:
-    monkeypatch.setattr(tier, "run_stoppable", in_this_thread)
+def two_tiers(mode: Mode) -> Iterator[tuple[VirtualScheduler, list[FailingStore]]]:
     with virtual_scheduler(MODEL, link_bytes_per_s=1.0, mode=mode) as loop:
         size_bytes = MODEL.layout.block_bytes
         link = TOKENS // MODEL.layout.block_tokens * size_bytes / COMPUTED_S
@@ -51,25 +39,22 @@ def two_tiers(
             FailingStore(loop.io, size_bytes, speed * link, latency_s)
             for speed, latency_s in zip(SPEEDS, LATENCIES_S, strict=True)
         ]
-        tiers = TieredStore(stores, block_bytes=8, copy_bytes=64, clock=lambda: loop.io.now_s)
-        loop.loader.use(tiers, [READS])
-        loop.loader.forget_costs()
-        loop.writer.use(tiers)
         costs = replace(MODEL.prefill, error=0.02)
         known = zip(stores, BLOCK_S, strict=True)
-        loop.step_costs.recall(costs, [replace(store.cost, block_s=s) for store, s in known])
-        loop.io.until(loop.io.now_s)
-        yield loop, stores
+        with virtual_tiers(loop, stores, [READS]):
+            loop.loader.forget_costs()
+            loop.step_costs.recall(costs, [replace(store.cost, block_s=s) for store, s in known])
+            loop.io.until(loop.io.now_s)
+            yield loop, stores
 
 
 def ttft_s(
-    monkeypatch: pytest.MonkeyPatch,
     tier_of: Callable[[float], int],
     mode: Mode = "auto",
     faults: tuple[str, str] = ("", ""),
 ) -> float:
     """Args: tier_of: the tier of a block, by its place in the prompt from 0 to 1."""
-    with two_tiers(monkeypatch, mode) as (loop, stores):
+    with two_tiers(mode) as (loop, stores):
         req = prompt(0, TOKENS)
         keys = loop.keys(req.origin_input_ids)
         for number, key in enumerate(keys):
@@ -111,25 +96,21 @@ def least_s(tier_of: Callable[[float], int]) -> float:
         ("every other eight", 1.5),
     ],
 )
-def test_virtual_tiers_prompt_in_both_is_near_the_least_time(
-    monkeypatch: pytest.MonkeyPatch, layout: str, most: float
-) -> None:
+def test_virtual_tiers_prompt_in_both_is_near_the_least_time(layout: str, most: float) -> None:
     tier_of: Callable[[float], int] = {
         "fast first": lambda place: int(place >= 0.5),
         "fast last": lambda place: int(place < 0.5),
         "every other eight": lambda place: round(place * 125) // 8 % 2,
     }[layout]
-    took_s = ttft_s(monkeypatch, tier_of)
+    took_s = ttft_s(tier_of)
     assert took_s <= most * least_s(tier_of)
 
 
 @pytest.mark.parametrize("fast", ["first half", "last half"])
-def test_virtual_tiers_half_in_the_fast_one_saves_time(
-    monkeypatch: pytest.MonkeyPatch, fast: str
-) -> None:
+def test_virtual_tiers_half_in_the_fast_one_saves_time(fast: str) -> None:
     """The loads from both tiers overlap, whichever half is in the fast one."""
-    slow_s = ttft_s(monkeypatch, lambda place: 1)
-    half_s = ttft_s(monkeypatch, lambda place: int((place < 0.5) == (fast == "last half")))
+    slow_s = ttft_s(lambda place: 1)
+    half_s = ttft_s(lambda place: int((place < 0.5) == (fast == "last half")))
     assert half_s <= 0.85 * slow_s
 
 
@@ -137,10 +118,10 @@ def test_virtual_tiers_half_in_the_fast_one_saves_time(
 @pytest.mark.parametrize("faulty", [0, 1])
 @pytest.mark.parametrize("blocks", [4, 63])
 def test_virtual_tiers_one_that_fails_makes_no_prompt_later_than_computing(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, faulty: int, fault: str
+    blocks: int, faulty: int, fault: str
 ) -> None:
     """Args: blocks: so many in one tier, then so many in the other, and so on."""
     faults = (fault, "") if faulty == 0 else ("", fault)
-    assert ttft_s(monkeypatch, lambda place: round(place * 125) // blocks % 2, faults=faults) <= (
-        ttft_s(monkeypatch, lambda place: 1, "compute") + LAST_STEP_S
+    assert ttft_s(lambda place: round(place * 125) // blocks % 2, faults=faults) <= (
+        ttft_s(lambda place: 1, "compute") + LAST_STEP_S
     )
