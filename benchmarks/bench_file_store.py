@@ -22,6 +22,7 @@ from benchmarks.file_arms import (
     Run,
     buffer_of,
     dealt,
+    frame_of,
     make_cold,
     read_bare,
     read_fio,
@@ -30,8 +31,6 @@ from benchmarks.file_arms import (
 )
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.paths import block_names
@@ -42,13 +41,6 @@ FIO = ("fio, page cache", "fio, direct")
 STORE = "store"  # into pages, as the adapter's buffers are
 ARMS = (STORE, "store, unaligned", *FIO, "bare, page cache", "bare, direct")
 FSYNC = {"off": False, "data": True}
-
-
-def frame_of(block_bytes: int) -> BlockFrame:
-    layout = BlockLayout.plain(
-        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
-    )
-    return BlockFrame(Namespace((("model", "bench"), ("layout", layout.describe()))), layout)
 
 
 @contextmanager

@@ -55,10 +55,10 @@ from benchmarks.bench_serving import (
 )
 from benchmarks.bench_ttft import HICACHE_FLAGS, POLICIES
 from benchmarks.command_line import parser_of
+from benchmarks.file_arms import frame_of
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
-from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import BufferPool, copy_in_pieces, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.host_memory import HostArena
@@ -201,11 +201,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 
 def writes(folder: Path, *, block_bytes: int, blocks: int) -> list[dict[str, Any]]:
     """Puts into a file store, through the page cache and past it."""
-    layout = BlockLayout.plain(
-        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
-    )
-    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
-    data = on_page(block_bytes)
+    frame, data = frame_of(block_bytes), on_page(block_bytes)
 
     async def put_all(direct: bool) -> dict[str, Any]:
         source = FileSource(folder / f"writes-{direct}", min_free_bytes=0, direct_writes=direct)
@@ -234,10 +230,7 @@ def writes(folder: Path, *, block_bytes: int, blocks: int) -> list[dict[str, Any
 def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]:
     """Blocks of a store in memory, read by a loader, three ways in turn."""
     tokens = array("q", range(blocks))
-    layout = BlockLayout.plain(
-        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
-    )
-    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+    frame = frame_of(block_bytes)
     chain = KeyChain(KeySeed(frame.digest), 1)
     # Memory lends half of its blocks at most. What is not used is not allocated.
     store = HostMemorySource(2 * blocks * block_bytes).open(frame, depth=READ_DEPTH)

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.facts import RESULTS, ROOT, header, shown, write
+from benchmarks.file_arms import frame_of
 from benchmarks.stats import spread, whole_numbers
 from sglang_cake.codecs.frame import SEALED_BYTES, BlockFrame, sealed_frame
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.encrypted import BlockCipher, EncryptedStore, MasterKey
 from sglang_cake.stores.file.file_store import FileSource
@@ -33,12 +32,6 @@ from sglang_cake.testing.memory_store import MemoryStore
 
 MASTER = MasterKey(bytes(32))
 Pairs = dict[tuple[str, str], list[tuple[float, float]]]  # (arm, call) -> one pair a round
-
-
-def frame_of(block_bytes: int) -> BlockFrame:
-    layout = BlockLayout.plain(1, (("kv", (1024,)),), "uint8", block_bytes // 1024)
-    assert layout.block_bytes == block_bytes, block_bytes
-    return BlockFrame(Namespace((("model", "benchmark"), ("bytes", str(block_bytes)))), layout)
 
 
 def opened(arm: str, folder: Path, frame: BlockFrame, depth: int) -> Store:

@@ -15,7 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 
 
@@ -168,6 +171,14 @@ def make_cold(files: Sequence[Path]) -> bool:
     except OSError:
         return False
     return True
+
+
+def frame_of(block_bytes: int) -> BlockFrame:
+    """Of blocks that are one plane."""
+    layout = BlockLayout.plain(
+        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
+    )
+    return BlockFrame(Namespace((("model", "bench"), ("layout", layout.describe()))), layout)
 
 
 def buffer_of(size_bytes: int, *, aligned: bool = True) -> memoryview:
