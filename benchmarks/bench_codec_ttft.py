@@ -25,6 +25,7 @@ import requests
 from transformers import AutoTokenizer
 
 from benchmarks import facts, servers, stats
+from benchmarks.command_line import fill
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.train_small_llama import CONFIG, OUT, STEPS, small_llama, texts
 from sglang_cake.cli.demo import ProgressLog
@@ -94,9 +95,7 @@ def checked(
 ) -> argparse.Namespace:
     """The arguments, complete; it ends the program where they make no sense."""
     args = parser.parse_args(argv)
-    for name, value in (small if args.small else full).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill(args, small if args.small else full)
     args.codecs = args.codecs.split(",")
     args.out = args.out or facts.RESULTS / f"{benchmark}-{args.name}.json"
     if RAW not in args.codecs or not set(args.codecs) <= set(CODECS):

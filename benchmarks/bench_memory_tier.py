@@ -54,7 +54,7 @@ from benchmarks.bench_serving import (
     measure,
 )
 from benchmarks.bench_ttft import HICACHE_FLAGS, POLICIES
-from benchmarks.command_line import parser_of
+from benchmarks.command_line import fill, parser_of
 from benchmarks.file_arms import frame_of
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
@@ -108,9 +108,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SIZES_SMALL if args.small else SIZES).items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+    fill(args, SIZES_SMALL if args.small else SIZES)
     args.arms, args.workloads = args.arms.split(","), list(TURNS)
     if args.repeats < 1 or not {ARMS[0]} <= set(args.arms) <= set(ARMS):
         parser.error(
