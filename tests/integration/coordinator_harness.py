@@ -227,14 +227,12 @@ class CoordinatorHarness(HeldReads):
 
     # ---- SGLang's part ----
 
-    def arrive(self, req: FakeReq, matched: int = 0, *, most_slots: int = 0) -> None:
+    def arrive(self, req: FakeReq, matched: int = 0) -> None:
         if matched:
             req.owned.append(self.allocator.alloc(matched))
         req.prefix_len = matched
         self.arrived.append(req)
-        self.coordinator.arrive(
-            req, lambda tokens, limit: min(limit, req.prefix_len), most_slots=most_slots
-        )
+        self.coordinator.arrive(req, lambda tokens, limit: min(limit, req.prefix_len))
         self.settle()
 
     def poll(self, *reqs: FakeReq, times: int = 1) -> None:

@@ -323,7 +323,7 @@ def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_s
         keys = harness.fill(long.origin_input_ids, set(range(20)))
         harness.open(*harness.fill(short.origin_input_ids, set(range(9))))
         coordinator.spare_slots = 24 * BLOCK
-        harness.arrive(long, most_slots=21 * BLOCK)
+        harness.arrive(long)
         harness.poll(long, times=2)
         record = coordinator.live["long"]
         assert record.reserved
@@ -334,7 +334,7 @@ def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_s
         coordinator.spare_slots = 12 * BLOCK
         harness.poll(long)
         assert len(record.memory.staged) == 8
-        harness.arrive(short, most_slots=10 * BLOCK)
+        harness.arrive(short)
         harness.poll(long, short, times=2)
         assert coordinator.reclaimable_tokens == 9 * BLOCK
         allocator.free(decoding)
@@ -364,9 +364,9 @@ def test_coordinator_prompt_whose_blocks_have_landed_takes_no_buffers_of_others(
         harness.open(*harness.fill(long.origin_input_ids, set(range(20))))
         harness.open(*harness.fill(short.origin_input_ids, set(range(9))))
         harness.coordinator.spare_slots = 24 * BLOCK
-        harness.arrive(short, most_slots=10 * BLOCK)
+        harness.arrive(short)
         harness.poll(short, times=2)
-        harness.arrive(long, most_slots=21 * BLOCK)
+        harness.arrive(long)
         staged = harness.coordinator.live["long"].memory.staged
         for _ in range(20):
             harness.poll(short, long)

@@ -486,7 +486,7 @@ def test_ranks_prompt_that_one_rank_has_read_gets_buffers_on_the_other() -> None
                 harness.coordinator.spare_slots = slots
 
         spare(24 * BLOCK)
-        ranks.both(lambda harness, rank: harness.arrive(longs[rank], most_slots=21 * BLOCK))
+        ranks.both(lambda harness, rank: harness.arrive(longs[rank]))
         for _ in range(2):
             ranks.poll("long")
         slow, fast = ranks.harnesses
@@ -500,7 +500,7 @@ def test_ranks_prompt_that_one_rank_has_read_gets_buffers_on_the_other() -> None
             ranks.poll("long")
         assert [harness.staging.free for harness in ranks.harnesses] == [2, 0]
         spare(12 * BLOCK)
-        ranks.both(lambda harness, rank: harness.arrive(shorts[rank], most_slots=10 * BLOCK))
+        ranks.both(lambda harness, rank: harness.arrive(shorts[rank]))
 
         def landed() -> bool:
             assert ranks.poll("long", "short") == [None, None]

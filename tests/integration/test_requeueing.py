@@ -19,6 +19,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler as SchedulerOfSGLang
 
 from sglang_cake.integration.boundary import BOUNDARY
+from sglang_cake.integration.request.request_metadata import most_slots
 from sglang_cake.integration.scheduler import queue_order, scheduler_hooks
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import SharedCosts
@@ -457,7 +458,7 @@ def test_chunked_request_stays_if_memory_is_short_of_it_and_the_other(admissions
     stored, running = admission.req("stored", stored=True), admission.req("running")
     admission.queue.append(stored)
     admission.land(stored)
-    both = sum(queue_order.most_slots(req) for req in (stored, running)) - running.prefix_len
+    both = sum(most_slots(req) for req in (stored, running)) - running.prefix_len
     admission.slots = both
     assert admission.chunk(running) is running
     admission.slots = both + 1
@@ -777,7 +778,7 @@ def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slo
         found = adder._select_prefill_admission(req_of(1.5, "other"), total_tokens=total_tokens)
         return found is admits
 
-    rest = queue_order.most_slots(running) - BLOCK
+    rest = most_slots(running) - BLOCK
     admission.slots = rest + 100
     assert not admitted(100, chunked=True)
     assert admitted(99, chunked=True)
@@ -807,7 +808,7 @@ def test_request_that_waits_for_its_loads_keeps_its_memory_from_others(
         admission.scheduler,
         BareTree(admission.coordinator),
         chunk_tokens=64,
-        slots=queue_order.most_slots(stored) + 100,
+        slots=most_slots(stored) + 100,
     )
     refused = AddReqResult.CONTINUE if kept else admits  # `stored` stands after it
     assert adder._select_prefill_admission(other, total_tokens=100) is refused
@@ -829,7 +830,7 @@ def test_requests_that_wait_and_do_not_fit_together_leave_memory_for_the_first_o
         record.set_load_from(0)
         record.queue.prefill_due = True
     admission.queue[:] = [one, two]
-    slots = queue_order.most_slots(one) + 50
+    slots = most_slots(one) + 50
     tree: Any = BareTree(admission.coordinator)
     tree.attach_waiting = admission.base.attach
     adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
@@ -1083,7 +1084,7 @@ def test_request_that_others_stand_behind_and_that_is_not_admitted_returns_its_s
     returned: list[Any] = []
     tree = BareTree(admission.coordinator)
     monkeypatch.setattr(tree, "drop_state", returned.append)
-    slots = queue_order.most_slots(stored) + 100
+    slots = most_slots(stored) + 100
     adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
     admission.coordinator.new_adapters = {"its own"}
     if lacks == "row":
@@ -1129,7 +1130,7 @@ def test_waiting_request_without_memory_to_its_end_attaches_nothing(
     stored.full_untruncated_fill_ids = stored.origin_input_ids
     tree: Any = BareTree(coordinator)
     tree.attach_waiting = admission.base.attach
-    needed = queue_order.most_slots(stored)
+    needed = most_slots(stored)
     for slots, attached in ((needed, 0), (needed + 1, 4 * BLOCK)):
         adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
         adder.add_one_req(stored, False, None)
@@ -1159,7 +1160,7 @@ def test_waiting_request_without_memory_to_its_end_is_not_shared(
     asked: list[str] = []
     tree: Any = BareTree(base.coordinator)
     tree.runahead = SimpleNamespace(consider=lambda req, *, alone: asked.append(req.rid) or "wait")
-    needed = queue_order.most_slots(req)
+    needed = most_slots(req)
     for slots, answer in ((needed, AddReqResult.NO_TOKEN), (needed + 1, AddReqResult.OTHER)):
         assert not asked
         adder = prefill_adder(Scheduler(), tree, chunk_tokens=64, slots=slots)
@@ -1208,7 +1209,7 @@ def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -
         req = req_of(14.5)
         req.prefix_len = 8 * BLOCK
         harness.open(*harness.fill(req.origin_input_ids, set(range(14))))
-        coordinator.arrive(req, lambda tokens, limit: req.prefix_len, most_slots=15 * BLOCK)
+        coordinator.arrive(req, lambda tokens, limit: req.prefix_len)
         harness.settle()
         coordinator.spare_slots = (4 + 8) * BLOCK  # free ones, and those of the prefix
         for _ in range(3):

@@ -255,7 +255,6 @@ class PromptRecord:
         arrived_s: `time.monotonic()` of this rank.
         may_overlap: the last step may begin before the last loads are over.
         lossy: KV from the store may differ from computed KV.
-        most_slots: device memory that the request may need until its end.
         helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
 
@@ -272,7 +271,6 @@ class PromptRecord:
     arrived_s: float
     may_overlap: bool = True
     lossy: bool = False
-    most_slots: int = 0
     memory: LoadMemory = field(default_factory=LoadMemory)
     queue: QueueState = field(default_factory=QueueState)
     stats: PromptStats = field(default_factory=PromptStats)
@@ -290,11 +288,6 @@ class PromptRecord:
         """Blocks that have slots and have not landed, ascending."""
         landed = BlockState.LANDED
         return sorted(b for b in self.memory.slots if self.meet.state(b) is not landed)
-
-    @property
-    def needed_slots(self) -> int:
-        """Device memory that the request may need until its end, beside what is in the tree."""
-        return self.most_slots - self.meet.front
 
     @property
     def awaits_loader(self) -> bool:

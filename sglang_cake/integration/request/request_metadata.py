@@ -8,6 +8,8 @@ import secrets
 from array import array
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.loading.cost_model import PromptCosts
@@ -61,6 +63,12 @@ def reads_prompt(req: "Req") -> bool:
     """Whether the response has data of tokens of the prompt: their log probabilities or states."""
     logprobs = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
     return bool(logprobs or req.return_hidden_states is True)
+
+
+def most_slots(req: "Req") -> int:
+    """Slots that a request may need until its end, as SGLang estimates, if none is in the tree."""
+    new: int = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    return int(len(req.origin_input_ids) + len(req.output_ids) + min(new, CLIP_MAX_NEW_TOKENS))
 
 
 def facts_of(

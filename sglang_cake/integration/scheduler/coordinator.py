@@ -34,6 +34,7 @@ from sglang_cake.integration.request.request_keys import RequestKeys
 from sglang_cake.integration.request.request_metadata import (
     facts_of,
     may_overlap_last_step,
+    most_slots,
     reads_prompt,
     tenant_of,
 )
@@ -205,15 +206,11 @@ class Coordinator:
 
     # ---- a request's life ----
 
-    def arrive(
-        self, req: "Req", matched: Callable[[Any, int], int], *, most_slots: int = 0
-    ) -> None:
+    def arrive(self, req: "Req", matched: Callable[[Any, int], int]) -> None:
         """A request joined the queue: look it up and start loading, if keys cover all that its KV
         depends on.
 
-        Args:
-            matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
-            most_slots: device memory that the request may need until its end.
+        Args: matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
         """
         if self.off_everywhere:
             return
@@ -242,7 +239,6 @@ class Coordinator:
             front=front,
             matched=partial(matched, tokens, limit),
             may_overlap=may_overlap_last_step(req) and not key_chain.media,
-            most_slots=most_slots,
         )
         self._look_up(record)
         self._reporter.write_event(
@@ -1066,7 +1062,8 @@ class Coordinator:
     def _has_memory_for(self, record: PromptRecord) -> bool:
         """Whether a prompt may have slots before it is admitted: SGLang could admit it now, beside
         all other prompts that have slots."""
-        needed = record.needed_slots - len(record.memory.slots) * self.block_tokens
+        needed = most_slots(record.req) - record.meet.front
+        needed -= len(record.memory.slots) * self.block_tokens
         if record.queue.has_memory is None:
             # `spare_slots` has slots that can be evicted. Some may hold the prefix of this request.
             needed += record.meet.front
@@ -1084,7 +1081,6 @@ class Coordinator:
         front: int = 0,
         matched: Callable[[], int] = lambda: 0,
         may_overlap: bool = False,
-        most_slots: int = 0,
         stored: tuple[bool, ...] | None = None,
     ) -> PromptRecord:
         """A new record.
@@ -1118,7 +1114,6 @@ class Coordinator:
             arrived_s=arrived_s,
             may_overlap=may_overlap,
             lossy=self._lossy,
-            most_slots=most_slots,
         )
 
     def _keep(self, record: PromptRecord) -> None:

@@ -19,6 +19,7 @@ from sglang_cake.integration import response_stats
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.request.request_metadata import most_slots
 from sglang_cake.integration.scheduler import queue_order
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ class CakePrefillAdder(PrefillAdder):
     def _keep_slots(self, req: "Req") -> None:
         self._waiting_slots.pop(req.rid, None)
         if req.extend_end < len(req.origin_input_ids) + len(req.output_ids):
-            self._kept_slots = queue_order.most_slots(req) - req.extend_end
+            self._kept_slots = most_slots(req) - req.extend_end
 
     # ---- guarded parts before SGLang's own method ----
 
@@ -258,7 +259,7 @@ class CakePrefillAdder(PrefillAdder):
             for req in self._scheduler.waiting_queue:
                 if not coordinator.keeps_memory(req):
                     continue
-                slots = queue_order.most_slots(req)
+                slots = most_slots(req)
                 if slots < left:
                     self._waiting_slots[req.rid] = slots
                     left -= slots
@@ -311,7 +312,7 @@ class CakePrefillAdder(PrefillAdder):
             return None
         if not others_fit(scheduler, self.running_batch, req):
             return None
-        slots = self.rem_total_tokens - (queue_order.most_slots(req) - req.prefix_len)
+        slots = self.rem_total_tokens - (most_slots(req) - req.prefix_len)
         return queue_order.StepBudget(self._step_tokens, slots)
 
     @guarded(_CHUNKED)
@@ -322,7 +323,7 @@ class CakePrefillAdder(PrefillAdder):
             queue = self._scheduler.waiting_queue
             queue_order.requeue(req, queue, tree, coordinator, preemptor)
             coordinator.requeued(req)
-            slots = {req.rid: queue_order.most_slots(req)}
+            slots = {req.rid: most_slots(req)}
             self._waiting_slots = slots | self._waiting_slots
             if preemptor is None:  # otherwise the two stand in order
                 queue_order.sort_queue(queue, coordinator)
@@ -420,7 +421,7 @@ class CakePrefillAdder(PrefillAdder):
     def _has_memory_for(self, req: "Req") -> bool:
         """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
         asks for a little more, so it admits no request for which this is false."""
-        needed = queue_order.most_slots(req) - req.prefix_len
+        needed = most_slots(req) - req.prefix_len
         kept = self._kept_slots + self._slots_of_others(req)
         return bool(needed < self.rem_total_tokens - kept)
 

@@ -13,10 +13,10 @@ joined the tree.
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.request.request_metadata import most_slots
 from sglang_cake.loading.priority import order, preempts
 
 if TYPE_CHECKING:
@@ -211,9 +211,3 @@ def _able(
             continue
         if not coordinator.would_wait(req, budget.chunk_tokens):
             yield req
-
-
-def most_slots(req: "Req") -> int:
-    """Slots that a request may need until its end, as SGLang estimates, if none is in the tree."""
-    new: int = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    return int(len(req.origin_input_ids) + len(req.output_ids) + min(new, CLIP_MAX_NEW_TOKENS))

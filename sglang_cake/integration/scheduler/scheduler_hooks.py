@@ -162,11 +162,7 @@ def _arrive(scheduler: "Scheduler", req: "Req") -> None:
     if coordinator is not None:
         BOUNDARY.health.arrived()
         tree = scheduler.tree_cache
-        coordinator.arrive(
-            req,
-            lambda tokens, limit: tree.matched_tokens(req, tokens, limit),
-            most_slots=queue_order.most_slots(req),
-        )
+        coordinator.arrive(req, lambda tokens, limit: tree.matched_tokens(req, tokens, limit))
 
 
 def _send_prefix(original: Any, scheduler: "Scheduler", req: "Req", **options: bool) -> None:
