@@ -332,8 +332,7 @@ class _PromptQueue:
     """The blocks that one prompt still wants.
 
     Attributes:
-        first_loadable: blocks below it are computed. Written by the scheduler thread under the
-            gate.
+        first_loadable: blocks below it are computed. Written by the scheduler thread.
         load_from: blocks from this one on are worth loading. Written by the scheduler thread
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes the last one whose tier may be read.
@@ -471,7 +470,6 @@ class Loader:
         self._io = io
         self._counters = counters
         self._depths = depths
-        self._gate = threading.Lock()  # makes "computed" and "being read" exclude each other
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
         self._staged: dict[BlockKey, StagedBlock] = {}
@@ -546,11 +544,11 @@ class Loader:
         self._fits = LoadFits(self._prior, self._least_limit_s, self._depths)
 
     def set_first_loadable(self, load_id: str, block: int) -> None:
-        """Blocks below `block` are computed: no read of them starts after this returns."""
+        """Blocks below `block` are computed: no further read of them starts for this prompt, and
+        reads for it alone end, one that is just starting included."""
         queue = self._by_id.get(load_id)
         if queue is not None and block > queue.first_loadable:
-            with self._gate:
-                queue.first_loadable = block
+            queue.first_loadable = block
             self._io.post(self._trim, queue)
 
     def set_load_from(self, load_id: str, block: int | None) -> None:
@@ -728,14 +726,13 @@ class Loader:
         if found is None:
             return False
         queue, position = found
-        with self._gate:
-            if queue.todo[position] < queue.first_loadable:
-                del queue.todo[: position + 1]
-            elif self._start(queue, queue.todo[position]):
-                del queue.todo[position]
-            else:
-                self._awaits_memory = True
-                return False
+        if queue.todo[position] < queue.first_loadable:
+            del queue.todo[: position + 1]
+        elif self._start(queue, queue.todo[position]):
+            del queue.todo[position]
+        else:
+            self._awaits_memory = True
+            return False
         return True
 
     def _next_block(self) -> tuple[_PromptQueue, int] | None:
@@ -860,8 +857,7 @@ class Loader:
         return True
 
     async def _fetch(self, read: _SharedRead, buffer: Buffer) -> None:
-        with self._gate:
-            wanted = any(block >= queue.first_loadable for queue, block in read.waiters)
+        wanted = any(block >= queue.first_loadable for queue, block in read.waiters)
         if not wanted:  # computed since the read was started
             self._give_up(read, buffer, reason=None)
             self._over(read)
@@ -1022,9 +1018,7 @@ class Loader:
         if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first
             asyncio.get_running_loop().call_later(ENDED_LOOKUP_S, queue.lookup.cancel)
         queue.todo.clear()
-        with self._gate:
-            queue.first_loadable = queue.request.index_count
-        self._trim(queue)
+        self._keep_reads(queue, ())
 
 
 def _log_failure(task: "asyncio.Task[None]") -> None:
