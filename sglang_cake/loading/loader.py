@@ -360,7 +360,7 @@ class _PromptQueue:
     tiers: list[int] = field(default_factory=list)
     distinct_tiers: set[int] = field(default_factory=set)
     found_none: tuple[int, int, set[int]] | None = None
-    reads: dict[int, BlockRead] = field(default_factory=dict)
+    reads: "dict[int, _SharedRead]" = field(default_factory=dict)
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
     ever_wanted: set[int] = field(default_factory=set)
@@ -428,7 +428,7 @@ class _SharedRead:
 
     def join(self, queue: _PromptQueue, block: int) -> None:
         self.waiters.append((queue, block))
-        queue.reads[block] = self.block_read
+        queue.reads[block] = self
 
     def end(self, *, whole: bool) -> None:
         for queue, block in self.waiters:
@@ -578,7 +578,8 @@ class Loader:
     def under_way(self, load_id: str) -> dict[int, BlockRead]:
         """The prompt's reads that have started and are not over, by block."""
         queue = self._by_id.get(load_id)
-        return {} if queue is None else queue.reads.copy()
+        reads = {} if queue is None else queue.reads.copy()
+        return {block: read.block_read for block, read in reads.items()}
 
     def link_idle(self, load_id: str) -> bool:
         """Whether no block of the prompt is being read, and none could be: all have been read,
@@ -1004,11 +1005,9 @@ class Loader:
     def _keep_reads(self, queue: _PromptQueue, blocks: Container[int]) -> None:
         """From now on the prompt waits only for reads of `blocks`."""
         for block in [b for b in queue.reads if b not in blocks]:
-            del queue.reads[block]
-        for read in list(queue.link.reads.values()):
-            before = len(read.waiters)
-            read.waiters = [(q, b) for q, b in read.waiters if q is not queue or b in blocks]
-            if before and not read.waiters and read.task is not None:
+            read = queue.reads.pop(block)
+            read.waiters.remove((queue, block))
+            if not read.waiters and read.task is not None:
                 read.link.discard(read)  # at once: no prompt may join a cancelled read
                 read.task.cancel()
         self._start_reads()
