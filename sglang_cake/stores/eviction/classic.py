@@ -105,7 +105,7 @@ class S3FifoPolicy(EvictionPolicy):
 
     def add(self, block: int, usage: Usage) -> None:
         if block in self._usage:
-            self.on_touch(block, usage)
+            self._update(block, usage)
             return
         self._popped.clear()
         while len(self._ghosts) > (1 - SMALL_SHARE) * self._size:
@@ -117,12 +117,6 @@ class S3FifoPolicy(EvictionPolicy):
         queue[block] = 0
         self._usage[block] = usage
         self._size = max(self._size, len(self._usage))
-
-    def on_touch(self, block: int, usage: Usage) -> None:
-        queue = self._queue_of(block)
-        reads = usage.uses - self._usage[block].uses
-        queue[block] = min(MAX_FREQUENCY, queue[block] + reads)
-        self._usage[block] = usage
 
     def remove(self, block: int) -> None:
         if self._usage.pop(block, None) is not None:
@@ -159,6 +153,12 @@ class S3FifoPolicy(EvictionPolicy):
             self._ghosts.pop(usage.ident, None)
         self._usage[block] = usage
 
+    def _update(self, block: int, usage: Usage) -> None:
+        queue = self._queue_of(block)
+        reads = usage.uses - self._usage[block].uses
+        queue[block] = min(MAX_FREQUENCY, queue[block] + reads)
+        self._usage[block] = usage
+
     def _queue_of(self, block: int) -> OrderedDict[int, int]:
         return self._small if block in self._small else self._main
 
@@ -185,17 +185,10 @@ class ArcPolicy(EvictionPolicy):
 
     def add(self, block: int, usage: Usage) -> None:
         if block in self._usage:
-            self.on_touch(block, usage)
+            self._update(block, usage)
         else:
             self._trim_ghosts()
             self._insert(block, usage)
-
-    def on_touch(self, block: int, usage: Usage) -> None:
-        is_used = usage.uses > self._usage[block].uses  # otherwise only its facts are new
-        order = self._once if block in self._once and not is_used else self._often
-        self._usage[block] = usage
-        self._once.remove(block)
-        order.put(block, (usage.used_s,))
 
     def remove(self, block: int) -> None:
         if self._usage.pop(block, None) is not None:
@@ -240,6 +233,13 @@ class ArcPolicy(EvictionPolicy):
             del self._often_ghosts[usage.ident]
         else:
             order = self._once
+        order.put(block, (usage.used_s,))
+
+    def _update(self, block: int, usage: Usage) -> None:
+        is_used = usage.uses > self._usage[block].uses  # otherwise only its facts are new
+        order = self._once if block in self._once and not is_used else self._often
+        self._usage[block] = usage
+        self._once.remove(block)
         order.put(block, (usage.used_s,))
 
     def _trim_ghosts(self) -> None:

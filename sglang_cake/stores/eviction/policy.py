@@ -87,15 +87,7 @@ class EvictionPolicy:
             usage.ident,
             usage.context if context is None else context,
         )
-        self.on_touch(block, touched)
-
-    def on_touch(self, block: int, usage: Usage) -> None:
-        """Update a present block after an access.
-
-        Args:
-            usage: its usage, with the access.
-        """
-        self.add(block, usage)
+        self.add(block, touched)
 
     def remove(self, block: int) -> None:
         """Remove a block that is no longer stored. Unknown blocks are ignored."""

@@ -62,12 +62,6 @@ class TenantPolicy(EvictionPolicy):
         self._count(block, usage)
         self._inner.add(block, usage)
 
-    def on_touch(self, block: int, usage: Usage) -> None:
-        uses = usage.uses - self._usage[block].uses
-        self._uncount(block)
-        self._count(block, usage)
-        self._inner.touch(block, usage.used_s, uses, usage.context)
-
     def remove(self, block: int) -> None:
         self._uncount(block)
         self._inner.remove(block)
