@@ -19,8 +19,13 @@ from safetensors.torch import save_file
 pytest.importorskip("sglang")
 
 from registered_hooks import hooks_of
-from sglang.srt.layers.quantization import fp8_utils
+from sglang.srt.layers.quantization import fp8, fp8_utils, w8a8_fp8
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from sglang.srt.layers.quantization.w8a8_fp8 import (
+    W8A8Fp8Config,
+    W8A8Fp8LinearMethod,
+    W8A8FP8MoEMethod,
+)
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers import mm_schedule
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult, MultiModalStaticCache
@@ -593,13 +598,45 @@ def test_identity_scale_of_all_projections_in_the_place_of_theirs_counts() -> No
     assert _digest(layers=[single]) == _digest()
 
 
-def test_identity_one_scale_of_weights_that_sglang_has_quantised_counts() -> None:
+@pytest.mark.parametrize("kind", ["fp8", "w8a8_fp8"])
+def test_identity_one_scale_of_weights_that_sglang_has_quantised_counts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On AMD, and on Ada with CUDA before 12.4, where other GPUs have a scale for each channel."""
-    each, one = (_projections({"quant_method": "fp8"}, scales=count) for count in (24, 1))
-    for layer in (each, one):
-        layer.quant_method.quant_config.is_checkpoint_fp8_serialized = False
-        layer.logical_widths = [24]
-    assert _digest(layers=[each]) == _digest() != _digest(layers=[one])
+    module, quantised, linear = {
+        "fp8": (fp8, Fp8Config, Fp8LinearMethod),
+        "w8a8_fp8": (w8a8_fp8, W8A8Fp8Config, W8A8Fp8LinearMethod),
+    }[kind]
+    monkeypatch.setattr(module, "per_token_group_quant_fp8", _scaled_channels)  # needs a GPU
+    found = []
+    for by_channel in (True, False):
+        layer = torch.nn.Module()
+        method = layer.quant_method = cast(Any, linear)(quantised(False))
+        method.cutlass_fp8_supported = by_channel
+        method.create_weights(layer, 64, [24], 64, 24, torch.bfloat16, weight_loader=None)
+        method.process_weights_after_loading(layer)
+        found.append(_digest(layers=[layer]))
+    assert found[0] == _digest() != found[1]
+
+
+def _scaled_channels(weight: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return weight.to(torch.float8_e4m3fn), torch.ones(len(weight), 1)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_identity_experts_cast_to_fp8_of_amds_form_count(
+    in_files: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On MI300. SGLang casts the weights without a scale, and FP8 has other steps there."""
+    found = []
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        monkeypatch.setattr(w8a8_fp8, "fp8_dtype", dtype)
+        layer = torch.nn.Module()
+        method = layer.quant_method = cast(Any, W8A8FP8MoEMethod)(W8A8Fp8Config(in_files))
+        method.create_weights(layer, 2, 16, 8, torch.bfloat16)
+        method.process_weights_after_loading(layer)
+        found.append(_digest(layers=[layer]))
+    assert found[0] == _digest() != found[1]
 
 
 def test_identity_context_length_counts_for_a_model_that_reads_it(tmp_path: Path) -> None:

@@ -324,6 +324,7 @@ def _requantised(model: torch.nn.Module) -> str:
     | blocks of 128 x 128 | the same with scales that are powers of two: DeepGEMM on Blackwell |
     | MXFP8 | blocks of 128 x 128, on GPUs that cannot multiply MXFP8 |
     | a scale for each projection of a layer | one scale for all of them: RTX 50 |
+    | experts of `w8a8_fp8` | cast to the FP8 of MI300, whose steps and range are others |
     """
     # A layer with adapters has the one with the weights in it.
     found = {
@@ -336,9 +337,15 @@ def _requantised(model: torch.nn.Module) -> str:
 
 def _is_requantised(layer: torch.nn.Module) -> bool:
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+    from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod, W8A8FP8MoEMethod
 
     method: Any = getattr(layer, "quant_method", None)
-    config = getattr(method, "quant_config", None)
+    if isinstance(method, W8A8FP8MoEMethod):
+        # Other methods double the scales for this form, so their weights keep their values.
+        found = layer.parameters(recurse=False)
+        return any(each.dtype == torch.float8_e4m3fnuz for each in found)
+    # The methods of `w8a8` call it `quantization_config`.
+    config = getattr(method, "quant_config", getattr(method, "quantization_config", None))
     if config is None:
         return False
     if getattr(config, "use_mxfp8", False):
@@ -346,9 +353,9 @@ def _is_requantised(layer: torch.nn.Module) -> bool:
     if any(getattr(each, "format_ue8m0", False) for each in layer.parameters(recurse=False)):
         # Powers of two in the files stay what they are, and so do the weights.
         return getattr(config, "scale_fmt", None) != "ue8m0"
-    if not isinstance(method, Fp8LinearMethod) or method.block_quant:
+    if not isinstance(method, Fp8LinearMethod | W8A8Fp8LinearMethod):
         return False
-    scale = getattr(layer, "weight_scale", None)
+    scale = getattr(layer, "weight_scale", None)  # not of blocks: `weight_scale_inv`
     if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
         return False
     # Configurations of some mixed formats (INT4 with FP8) have no such attribute.
