@@ -238,10 +238,8 @@ def has_tracked_state(kv: Any, place: int) -> bool:
 def state_chunk_tokens() -> int:
     """The tokens between two recurrent states that the forward of a step keeps, with SGLang's extra
     buffers: whole pages, and whole chunks of the kernels."""
-    try:
-        from sglang.srt.runtime_context import mamba_cache_chunk_size
-    except ImportError:  # a version before 0.5.23 may not tell: fewer states are kept then
-        return 1
+    from sglang.srt.runtime_context import mamba_cache_chunk_size
+
     return int(mamba_cache_chunk_size())
 
 

@@ -240,6 +240,18 @@ def test_compat_only_a_checked_version_may_lack_a_name() -> None:
     assert compat.differences(names, "0.6.0") == ["sglang.version.no_such_name is missing"]
 
 
+@pytest.mark.skipif(compat.INSTALLED != "0.5.22", reason="the newer versions have all names")
+def test_compat_names_that_may_be_missing_are_not_in_the_oldest_version() -> None:
+    optional = [
+        (owner, name)
+        for owner, names in compat.read_names().items()
+        for name, forms in names.items()
+        if compat.MISSING in forms
+    ]
+    assert optional
+    assert not [each for each in optional if compat.signature(*each) is not None]
+
+
 def test_compat_unchecked_version_with_all_names_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
