@@ -37,9 +37,9 @@ def install_cached_tokens() -> None:
     register(f"{_STREAMER}.get_cached_tokens_details", _details, HookType.AFTER)
 
 
-def planned(req: "Req") -> None:
-    """A step is planned after `req.prefix_len`. SGLang would subtract from the cached tokens those
-    that a request computed after that, and lost when it went back to the queue."""
+def starts_at_prefix(req: "Req") -> None:
+    """The request goes on after `req.prefix_len`. SGLang would subtract from its cached tokens
+    those that it computed after that, and lost while it was in the queue again."""
     req.already_computed = min(req.already_computed, req.prefix_len)
 
 

@@ -179,14 +179,14 @@ def test_window_replay_plugin_restarts_windows_of_requests_that_blocks_joined(
     monkeypatch.setenv(ENABLED_ENV, "1")
     monkeypatch.setattr(registry, "register_radix_cache_backend", lambda *args: None)
     monkeypatch.delitem(sys.modules, "sglang.srt.entrypoints.engine", raising=False)
-    prepared = hooks_of(plugin.register)["prepare_for_extend"]
+    prepare = hooks_of(plugin.register)["prepare_for_extend"]
     tree = BareTree(CoordinatorHarness().coordinator)
     first, joined, other = (req_of(1.5, rid) for rid in ("first", "joined", "other"))
     batch = SimpleNamespace(tree_cache=tree, reqs=[first, joined, other])
     for requests, restarted in ((None, [True, False, False]), ([joined], [True, True, False])):
         tree.joined = None if requests is None else WeakSet(requests)
         batch.encoder_swa_reset = [True, False, False]
-        prepared(None, batch)
+        prepare(lambda batch: None, batch)
         assert batch.encoder_swa_reset == restarted
     assert not tree.joined
 

@@ -1259,10 +1259,12 @@ def test_requeued_request_that_lost_a_part_of_a_page_counts_all_its_loads_as_cac
     assert req.already_computed == BLOCK
 
 
+@pytest.mark.parametrize("off", [False, True])
 def test_requeued_request_without_its_record_and_its_kv_counts_no_token_as_cached(
-    admissions: Make, monkeypatch: pytest.MonkeyPatch
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, off: bool
 ) -> None:
-    """As after a pause in which the tree was flushed."""
+    """As after a pause in which the tree was flushed, or if cake is off since then."""
+    prepare = hooks_of(scheduler_hooks.install)["prepare_for_extend"]
     admitted = admitted_tokens(monkeypatch)
     admission = admissions()
     req = admission.req("first", stored=True)
@@ -1272,7 +1274,17 @@ def test_requeued_request_without_its_record_and_its_kv_counts_no_token_as_cache
     assert admission.chunk(req) is None  # it went back to the queue
     admission.coordinator.release_all()
     req.last_node = None
-    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    tree = BareTree(admission.coordinator)
+    if off:
+        admission.coordinator.switch_off()
+        tree.let_go()
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64)
     adder.add_one_req(req, False, None)
     assert admitted == [PROMPT]
-    assert req.already_computed == 0
+    cached: list[int] = []
+
+    def count(batch: Any) -> None:
+        cached.extend(each.prefix_len - each.already_computed for each in batch.reqs)
+
+    prepare(count, SimpleNamespace(tree_cache=tree, reqs=[req]))
+    assert cached == [0]

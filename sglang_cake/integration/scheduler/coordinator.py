@@ -488,7 +488,7 @@ class Coordinator:
         """
         if (record := self.record(req)) is None:
             return
-        response_stats.planned(req)
+        response_stats.starts_at_prefix(req)  # before loaded blocks join it
         stats = record.stats
         if not stats.computed_tokens + stats.loaded_tokens:
             stats.matched_tokens = req.prefix_len

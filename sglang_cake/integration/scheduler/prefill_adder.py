@@ -15,7 +15,6 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration import response_stats
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
@@ -362,7 +361,6 @@ class CakePrefillAdder(PrefillAdder):
             if shared is not None:
                 return shared
             if not recorded:
-                response_stats.planned(req)  # it may have lost its record while it was requeued
                 return AS_SGLANG
             step = coordinator.plan(req, self._step_tokens)
             if step is not None and step.wait:

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
+from sglang_cake.integration import response_stats
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
 from sglang_cake.integration.compat import request_source, spare_metadata
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
@@ -51,7 +52,7 @@ def install() -> None:
     register(f"{_SCHEDULER}.optimistic_release_and_requeue", _starts_over, HookType.AFTER)
     register(f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", _send_prefix, HookType.AROUND)
     register(f"{_SCHEDULER}.send_kv_chunk", _hand_over, HookType.BEFORE)
-    register(f"{_BATCH}.prepare_for_extend", _prepared, HookType.AFTER, unsafe=True)
+    register(f"{_BATCH}.prepare_for_extend", _prepare, HookType.AROUND, unsafe=True)
     # If it fails, the tree may have KV of another namespace.
     register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER, unsafe=True)
     register(f"{_SCHEDULER}.process_decode_queue", _poll, HookType.AFTER)
@@ -60,9 +61,15 @@ def install() -> None:
     register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach_store, HookType.AROUND)
 
 
-def _prepared(_: None, batch: Any, *args: Any, **kwargs: Any) -> None:
-    if isinstance(batch.tree_cache, CakeRadixCache):
-        batch.tree_cache.restart_windows(batch)
+def _prepare(original: Any, batch: Any) -> None:
+    tree = batch.tree_cache
+    is_cakes = isinstance(tree, CakeRadixCache)
+    if is_cakes:  # also while cake is off: requests may have gone back to the queue before
+        for req in batch.reqs:
+            response_stats.starts_at_prefix(req)
+    original(batch)
+    if is_cakes:
+        tree.restart_windows(batch)
 
 
 def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
