@@ -32,6 +32,7 @@ PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 STEPS = {
     "environment": "environment:environment",
     "copies": "exact:copies",
+    "captures": "exact:captures",
     "reused slots": "exact:reused_slots",
     "end states": "end_states:end_states",
     "encoded blocks": "encoded:encoded",

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from benchmarks.gpu.measuring import (
 )
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.buffers import Buffer
+from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.kv_pool import Copy, CopyMemory, CopyStreams, CudaKV, DeviceKV
 
 CPU = torch.device("cpu")
@@ -44,6 +46,7 @@ CASES = tuple(
     if page == 64 or not form.has_pages
 )
 SLOTS, BLOCK_TOKENS, BLOCKS = 1024, 64, 6
+COPY_LIMIT_S = 10.0  # for copies of a few blocks
 
 
 def copies(size: Size, device: torch.device) -> Iterator[Finding]:
@@ -130,6 +133,41 @@ def copies_of(
             return f"saved block {number} differs"
     wrong = _unequal_planes(kv, reference)
     return f"after saves, planes {wrong} differ" if wrong else ""
+
+
+def captures(size: Size, device: torch.device) -> Iterator[Finding]:
+    """SGLang captures some CUDA graphs while it serves, and copies go on meanwhile."""
+    kv = CudaKV(
+        make_pool(MHA, SLOTS, device=device), block_tokens=BLOCK_TOKENS, forward_stream=None
+    )
+    buffers = pinned([kv.layout.block_bytes] * 2 * BLOCKS, device)
+    into, out = buffers[:BLOCKS], buffers[BLOCKS:]
+    slots = _slots(1, device, seed=1)[0]
+    parts = slots.split(BLOCK_TOKENS)
+    captured = torch.zeros(1, device=device)
+    copier = CopyThread(kv)
+    wrong = 0
+    for turn in range(size.turns):
+        for number, buffer in enumerate(into):
+            seed = turn * BLOCKS + number
+            bytes_of(buffer).copy_(random_bytes(kv.layout.block_bytes, seed=seed, device=CPU))
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            captured += 1
+            loads = [
+                copier.save(partial(kv.load, buffer, part, ()))
+                for buffer, part in zip(into, parts, strict=True)
+            ]
+            for load in loads:
+                load.ended.result(COPY_LIMIT_S)
+            copier.save(partial(kv.save, slots, out, ())).ended.result(COPY_LIMIT_S)
+        wrong += sum(bytes(a.view) != bytes(b.view) for a, b in zip(into, out, strict=True))
+    copier.check()
+    copier.close()
+    yield Finding(
+        f"loads and saves during {size.turns} captures",
+        f"{wrong} blocks differ" if wrong else "equal",
+        ok=wrong == 0,
+    )
 
 
 def reused_slots(size: Size, device: torch.device) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ _MODULES: dict[str, dict[str, object]] = {
     "sglang.srt": {},
     "sglang.srt.managers": {},
     "sglang.srt.managers.schedule_batch": {"MM_PAD_SHIFT_VALUE": 1_000_000},
+    "sglang.srt.managers.schedule_policy": {"CLIP_MAX_NEW_TOKENS": 4096},
     "sglang.srt.plugins": {},
     "sglang.srt.plugins.hook_registry": {
         "HookRegistry": type("HookRegistry", (), {}),

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory import kv_pool, row_kernel
 from sglang_cake.integration.memory.pool_planes import Piece
 
 GARBAGE = 0xEE
@@ -48,6 +48,7 @@ class FakeEvent:
 
     def query(self) -> bool:
         """Some time passes while the host asks."""
+        self._cuda.check_captures()
         self._cuda.run_some()
         return self.last is None or self.last.done
 
@@ -102,6 +103,8 @@ class FakeCuda:
         self.streams: list[FakeStream] = []
         self._random = random.Random(seed)
         self._here = threading.local()
+        self._capturing = False  # a graph, in the mode of PyTorch's default
+        self._spoiled = False
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
@@ -132,6 +135,28 @@ class FakeCuda:
             self._here.inside, self._here.mode = False, None
         found: FakeStream = self._here.stream
         return found
+
+    @contextlib.contextmanager
+    def graph(self, graph: object) -> Iterator[None]:
+        """As `torch.cuda.graph`; only for what is launched meanwhile in other streams."""
+        self._capturing, self._spoiled = True, False
+        try:
+            yield
+        finally:
+            self._capturing = False
+        if self._spoiled:
+            raise RuntimeError("CUDA error: operation failed due to a previous error in capture")
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Of this thread; 0 at first, in which it heeds captures of other threads."""
+        before = getattr(self._here, "capture_mode", 0)
+        self._here.capture_mode = mode
+        return before
+
+    def check_captures(self) -> None:
+        if self._capturing and getattr(self._here, "capture_mode", 0) == 0:
+            self._spoiled = True
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def run_until(self, record: FakeRecord | None, deadline_s: float = 60.0) -> None:
         end_s = time.monotonic() + deadline_s
@@ -242,12 +267,15 @@ def install(
         ("synchronize", cuda.run_all),
         ("device", lambda device: contextlib.nullcontext()),
         ("cudart", _Cudart),
+        ("CUDAGraph", object),
+        ("graph", cuda.graph),
         ("set_sync_debug_mode", lambda mode: None),
         ("memory_allocated", lambda device: 0),
         ("max_memory_allocated", lambda device: 0),
         ("reset_peak_memory_stats", lambda device: None),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    # It is what runs on the GPU. A parameter would go through every maker of a `CudaKV`.
+    # They need a GPU. Parameters would go through every maker of a `CudaKV`.
     monkeypatch.setattr(row_kernel, "RowKernel", kernel)
+    monkeypatch.setattr(kv_pool, "exchange_capture_mode", cuda.exchange_capture_mode)
     return cuda

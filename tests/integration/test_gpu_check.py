@@ -28,6 +28,7 @@ from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.integration.memory import kv_pool
 from sglang_cake.integration.memory.kv_pool import CudaKV
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,16 @@ def test_gpu_check_copies_are_compared_with_plain_indexing(
     install(monkeypatch, 0, eager=True, kernel=Twisted)
     load = Load(SMALL, torch.cuda.Stream(), CPU)
     assert "after loads" in exact.copies_of(FORMS[form], page, load, CPU)
+
+
+def test_gpu_check_captures_show_a_thread_that_spoils_them(
+    monkeypatch: pytest.MonkeyPatch, eager: None
+) -> None:
+    assert [each.ok for each in exact.captures(SMALL, CPU)] == [True]
+    monkeypatch.setattr(kv_pool, "exchange_capture_mode", lambda mode: 0)
+    monkeypatch.setattr(exact, "COPY_LIMIT_S", 0.1)
+    with pytest.raises((RuntimeError, TimeoutError)):
+        list(exact.captures(SMALL, CPU))
 
 
 @pytest.mark.parametrize("own_stream", [False, True])

@@ -1,6 +1,7 @@
 """SGLang's KV pools as rows of bytes: the layout of a block, and copies in and out of the pool."""
 
 import contextlib
+import ctypes
 import itertools
 import math
 import time
@@ -36,6 +37,8 @@ MOST_PLACES = 16  # of one direction
 # Device memory that decoding takes beside the block itself, in sizes of the block (5.1 at most, of
 # what is decoded on a device).
 DECODING_BLOCKS = 5.5
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: a thread heeds its own captures alone
 
 # A point of the device's work: events that are recorded at it. On a CPU there are none.
 Fence = tuple[torch.cuda.Event, ...]
@@ -482,8 +485,15 @@ class CudaKV(DeviceKV):
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
+        """SGLang captures some CUDA graphs while it serves, in PyTorch's default mode. A thread of
+        the same mode that then asks for an event, or for memory, gets an error and spoils the
+        capture."""
         with torch.inference_mode(), torch.cuda.device(self.device):
-            yield
+            before = exchange_capture_mode(_THREAD_LOCAL)
+            try:
+                yield
+            finally:
+                exchange_capture_mode(before)
 
     def fence(self) -> Fence:
         return tuple(_recorded(stream) for stream in self.streams.of_sglang)
@@ -549,6 +559,16 @@ class CudaKV(DeviceKV):
         stream.wait_stream(self.streams.out)
         if self.remote_writes:  # another server may get the rows that the slots leave
             self.wait_for_copies()
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set which captures of CUDA graphs the calling thread heeds, and return the former mode.
+    PyTorch has it for C++ alone. Raises: RuntimeError."""
+    given = ctypes.c_int(mode)
+    error = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(given))
+    if error:
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode: error {error}")
+    return given.value
 
 
 @contextlib.contextmanager
