@@ -32,6 +32,7 @@ from benchmarks.command_line import parser_of
 from benchmarks.documents import table, update
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.buffers import Buffer, on_page
+from sglang_cake.integration.memory import kv_pool
 from sglang_cake.integration.memory.copier import CopyThread, SlotCopy
 from sglang_cake.integration.memory.kv_pool import CudaKV
 from sglang_cake.loading.loader import StagedBlock
@@ -150,6 +151,7 @@ def stubbed() -> Iterator[StubDriver]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **parts))
         stack.enter_context(mock.patch.object(torch.Tensor, "copy_", counted))
+        stack.enter_context(mock.patch.object(kv_pool, "exchange_capture_mode", lambda mode: mode))
         triton.runtime.driver.set_active(driver)
         try:
             yield driver
