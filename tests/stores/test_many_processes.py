@@ -28,7 +28,7 @@ from test_capacity import (
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.eviction.policy import Usage
-from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
+from sglang_cake.stores.file.disk import FILES_PER_BLOCK, FRESH_S, Amount, FreeSpace
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.index import MAX_PUT_ASIDE
 from sglang_cake.stores.file.nofollow import lock, open_private
@@ -321,6 +321,15 @@ def test_free_space_inodes_are_limited_like_bytes(tmp_path, disk):
     disk.f_files = 0  # as btrfs, which has no fixed number
     disk.now_s = 20.0
     assert space.missing() == Amount()
+
+
+def test_free_space_of_a_file_system_without_a_size_is_unlimited(tmp_path, disk):
+    disk.f_blocks = disk.f_bavail = 0  # as tmpfs with size=0
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    assert space.missing() == Amount()
+    disk.now_s, disk.f_favail = FRESH_S, FILES_PER_BLOCK
+    assert space.take(1000) == Amount()
+    assert space.take(1000) == Amount(0, FILES_PER_BLOCK)
 
 
 def test_block_folder_low_free_inodes_evict_blocks(tmp_path, disk):

@@ -83,7 +83,8 @@ class Amount(NamedTuple):
 class FreeSpace:
     """Keeps `min_free_bytes` of a file system free, and the same share of its inodes. Thread-safe.
 
-    Inodes are ignored where their number is not fixed.
+    Bytes are ignored where the size of the file system is not fixed, and inodes where their number
+    is not.
 
     A disk may refuse blocks although the file system tells of free space, as beyond the quota of a
     user. For REFUSED_S after that, blocks of this process take only space that it has freed. So it
@@ -153,9 +154,13 @@ class FreeSpace:
 
     def _refresh(self) -> None:
         stat = os.statvfs(self._folder)
-        self._usable_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
-        if stat.f_files:
+        share = 0.0
+        if stat.f_blocks:
+            self._usable_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
             share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
+        else:  # of no fixed size, as tmpfs with size=0
+            self._usable_bytes = _UNLIMITED
+        if stat.f_files:
             self._usable_files = stat.f_favail - int(stat.f_files * share)
         else:  # created on demand, as by btrfs
             self._usable_files = _UNLIMITED
