@@ -1,8 +1,10 @@
 """Several processes on one folder: reservations, dead writers, and eviction."""
 
 import contextlib
+import copy
 import fcntl
 import functools
+import math
 import os
 import sqlite3
 import subprocess
@@ -28,7 +30,8 @@ from test_capacity import (
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.eviction.policy import Usage
-from sglang_cake.stores.file.disk import FILES_PER_BLOCK, FRESH_S, Amount, FreeSpace
+from sglang_cake.stores.file import disk as disk_module
+from sglang_cake.stores.file.disk import FILES_PER_BLOCK, FRESH_S, LATE_S, Amount, FreeSpace
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.index import MAX_PUT_ASIDE
 from sglang_cake.stores.file.nofollow import lock, open_private
@@ -330,6 +333,92 @@ def test_free_space_of_a_file_system_without_a_size_is_unlimited(tmp_path, disk)
     disk.now_s, disk.f_favail = FRESH_S, FILES_PER_BLOCK
     assert space.take(1000) == Amount()
     assert space.take(1000) == Amount(0, FILES_PER_BLOCK)
+
+
+class LateDisk(Disk):
+    """Tells of freed space `late_s` after the test added it to `freed`.
+
+    Attributes:
+        freed: times and bytes.
+    """
+
+    def __init__(self, monkeypatch, kind, late_s):
+        super().__init__(monkeypatch)
+        monkeypatch.setattr(disk_module, "file_system_type", lambda folder: kind)
+        self.freed, self.late_s = [], late_s
+        self.f_bavail = 0
+
+    def _ask(self, folder):
+        answer = copy.copy(super()._ask(folder))
+        told = (freed for at_s, freed in self.freed if self.now_s >= at_s + self.late_s)
+        answer.f_bavail = self.f_bavail + sum(told)
+        return answer
+
+
+def evict_what_is_missing(space, disk):
+    missing = space.missing()
+    if missing:
+        disk.freed.append((disk.now_s, missing.bytes))
+        space.freed(missing)
+    return missing.bytes
+
+
+BTRFS, ZFS, EXT4 = 0x9123683E, 0x2FC12FC1, 0xEF53
+
+
+@pytest.mark.parametrize("kind", [BTRFS, ZFS])
+def test_free_space_of_a_disk_that_frees_late_misses_it_once(tmp_path, monkeypatch, kind):
+    disk = LateDisk(monkeypatch, kind, late_s=10)
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    missed = []
+    for disk.now_s in range(60):
+        missed.append(evict_what_is_missing(space, disk))
+        if disk.now_s == 5:  # others write, before the first bytes are free
+            disk.f_bavail -= 70
+    assert missed == [1000, *[0] * 5, 70, *[0] * 53]
+
+
+def test_free_space_of_a_disk_that_frees_late_has_less_after_a_put(tmp_path, monkeypatch):
+    disk = LateDisk(monkeypatch, BTRFS, late_s=10)
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    disk.f_bavail = 500
+    assert evict_what_is_missing(space, disk) == 500
+    for disk.now_s in range(40):
+        assert space.take(300).bytes == 300
+        disk.freed.append((disk.now_s, 300))
+        space.freed(Amount(300))
+        assert space.take(300) == Amount()
+        disk.f_bavail -= 300
+        assert space.missing() == Amount()
+
+
+def test_free_space_of_a_disk_that_frees_late_counts_no_byte_twice(tmp_path, monkeypatch):
+    disk = LateDisk(monkeypatch, BTRFS, late_s=10)
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    assert evict_what_is_missing(space, disk) == 1000
+    disk.now_s = 10
+    assert space.missing() == Amount()
+    disk.now_s, disk.f_bavail = 11, -400  # others write, after the bytes are free
+    assert space.missing().bytes == 400
+
+
+def test_free_space_of_removed_files_that_the_disk_never_tells_of_is_missing_again(
+    tmp_path, monkeypatch
+):
+    disk = LateDisk(monkeypatch, BTRFS, late_s=math.inf)
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    missed = []
+    for disk.now_s in range(int(LATE_S) + 3):
+        missed.append(evict_what_is_missing(space, disk))
+    assert missed == [1000, *[0] * int(LATE_S), 1000, 0]
+
+
+def test_free_space_of_a_disk_that_frees_at_once_is_what_it_tells(tmp_path, monkeypatch):
+    disk = LateDisk(monkeypatch, EXT4, late_s=0)
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    assert evict_what_is_missing(space, disk) == 1000
+    disk.now_s, disk.f_bavail = 1, -400  # others write within the second
+    assert evict_what_is_missing(space, disk) == 400
 
 
 def test_block_folder_low_free_inodes_evict_blocks(tmp_path, disk):

@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -46,6 +47,9 @@ def file_system_type(folder: Path) -> int:
 
 FRESH_S = 1.0  # time for which an answer of the file system is used
 REFUSED_S = 600.0  # longer than a pause of writing, so that eviction precedes each further try
+# These file systems tell of the space of removed files only after their next commit.
+FREES_LATE: Final = {0x9123683E: "btrfs", 0x2FC12FC1: "ZFS"}
+LATE_S = 30.0  # time for which that space counts as free before they tell of it
 _UNLIMITED = 1 << 62
 FILES_PER_BLOCK = 3  # inodes: the block, and at most two new folders
 FOLDER_BYTES = 4096  # of an almost empty folder on the disk
@@ -90,6 +94,10 @@ class FreeSpace:
     user. For REFUSED_S after that, blocks of this process take only space that it has freed. So it
     evicts what its puts need, and nothing without a put. Each further process learns of the limit
     by a refused block of its own.
+
+    Where removed files free space late (FREES_LATE), bytes that this process freed count for LATE_S
+    until the file system tells of them. Elsewhere they do not: the space would be missing if other
+    programs took it within that time.
     """
 
     def __init__(
@@ -105,6 +113,9 @@ class FreeSpace:
         self._usable_files = 0
         self._refused_s = 0.0
         self._freed_bytes = _UNLIMITED  # since a block was refused, and not taken yet
+        self._newly_freed_bytes = 0  # since the file system was asked
+        # Freed bytes of which the file system has not told, and the times at which they expire.
+        self._untold: deque[tuple[float, int]] = deque()
 
     def take(self, size_bytes: int) -> Amount:
         """Take the space for a block of `size_bytes`; returns the missing space, or zero.
@@ -130,6 +141,7 @@ class FreeSpace:
         """Add space that was freed since the file system was asked; zero: there is no more."""
         with self._lock:
             self._usable_bytes += amount.bytes
+            self._newly_freed_bytes += amount.bytes
             self._usable_files += amount.files
             self._freed_bytes += amount.bytes
             if not amount:  # only a write can show whether the disk has room now
@@ -144,7 +156,7 @@ class FreeSpace:
     def _missing(self, size_bytes: int, files: int) -> Amount:
         now_s = self._clock()
         if self._asked_s is None or now_s - self._asked_s >= FRESH_S:
-            self._refresh()
+            self._refresh(now_s)
             self._asked_s = now_s
         # A limit of which the file system tells needs no other rule.
         if self._usable_bytes < 0 or now_s - self._refused_s >= REFUSED_S:
@@ -152,11 +164,12 @@ class FreeSpace:
         room_bytes = min(self._usable_bytes, self._freed_bytes)
         return Amount(max(0, size_bytes - room_bytes), max(0, files - self._usable_files))
 
-    def _refresh(self) -> None:
+    def _refresh(self, now_s: float) -> None:
         stat = os.statvfs(self._folder)
         share = 0.0
         if stat.f_blocks:
-            self._usable_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
+            told_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
+            self._usable_bytes = told_bytes + self._untold_bytes(told_bytes, now_s)
             share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
         else:  # of no fixed size, as tmpfs with size=0
             self._usable_bytes = _UNLIMITED
@@ -164,6 +177,24 @@ class FreeSpace:
             self._usable_files = stat.f_favail - int(stat.f_files * share)
         else:  # created on demand, as by btrfs
             self._usable_files = _UNLIMITED
+
+    def _untold_bytes(self, told_bytes: int, now_s: float) -> int:
+        """Freed bytes that still count beside `told_bytes`, the new answer of the file system."""
+        if self._newly_freed_bytes and file_system_type(self._folder) in FREES_LATE:
+            self._untold.append((now_s + LATE_S, self._newly_freed_bytes))
+        self._newly_freed_bytes = 0
+        while self._untold and self._untold[0][0] <= now_s:
+            self._untold.popleft()
+        untold_bytes = sum(freed for _, freed in self._untold)
+        # If there is more than this process expects, the file system tells of the oldest ones.
+        told_now = min(untold_bytes, told_bytes + untold_bytes - self._usable_bytes)
+        untold_bytes -= max(0, told_now)
+        while told_now > 0:
+            expires_s, freed = self._untold.popleft()
+            if freed > told_now:
+                self._untold.appendleft((expires_s, freed - told_now))
+            told_now -= freed
+        return untold_bytes
 
 
 class WriteBackoff:
