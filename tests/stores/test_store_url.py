@@ -1,6 +1,7 @@
 """What may be written as a store URL, and one clear line for everything else."""
 
 import errno
+import os
 import shutil
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ from storetools import ALICE, fill, refusal_of
 from system_calls import Disk, failing
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.stores.file import file_store as source_module
+from sglang_cake.stores.file import disk as disk_module
 from sglang_cake.stores.file.disk import file_system_type
 from sglang_cake.stores.file.file_store import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
 from sglang_cake.stores.file.scan import stats_in
@@ -256,12 +257,47 @@ def test_file_source_check_on_a_full_disk_raises_config_error(tmp_path, monkeypa
         FileSource(tmp_path).check()
 
 
-def test_file_source_check_on_a_network_file_system_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "name"), [(0x6969, "NFS"), (0x5346414F, "AFS"), (0x6B414653, "AFS")]
+)
+def test_file_source_check_on_a_network_file_system_is_refused(tmp_path, monkeypatch, kind, name):
     # Only a machine with such a file system has one to test with.
-    monkeypatch.setattr(source_module, "file_system_type", lambda folder: 0x6969)
-    with pytest.raises(ConfigError, match=r"is on NFS.*store serve") as error:
+    monkeypatch.setattr(disk_module, "file_system_type", lambda folder: kind)
+    with pytest.raises(ConfigError, match=rf"is on {name},.*store serve") as error:
         FileSource(tmp_path).check()
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def mounted_as(tmp_path, monkeypatch):
+    """A call that tells the name of the FUSE file system that the folder is in."""
+
+    def mount(name):
+        device = os.stat(tmp_path).st_dev
+        numbers = f"{os.major(device)}:{os.minor(device)}"
+        (tmp_path / "mounts").write_bytes(
+            b"22 27 0:0 / /media/\xff rw,relatime shared:1 - fuse.other other rw\n"
+            + f"23 27 {numbers} / / rw,relatime shared:2 master:1 - {name} here rw\n".encode()
+        )
+
+    monkeypatch.setattr(disk_module, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(disk_module, "file_system_type", lambda folder: 0x65735546)
+    return mount
+
+
+@pytest.mark.parametrize("name", ["ceph-fuse", "glusterfs", "juicefs", "sshfs", "s3fs"])
+def test_file_source_check_on_a_network_file_system_over_fuse_is_refused(
+    tmp_path, mounted_as, name
+):
+    mounted_as(f"fuse.{name}")
+    with pytest.raises(ConfigError, match=rf"is on fuse\.{name}, over which"):
+        FileSource(tmp_path / "kv").check()
+
+
+@pytest.mark.parametrize("name", ["fuseblk", "fuse.fuse-overlayfs", "virtiofs"])
+def test_file_source_check_on_a_disk_of_this_machine_over_fuse_passes(tmp_path, mounted_as, name):
+    mounted_as(name)
+    FileSource(tmp_path / "kv").check()
 
 
 @pytest.mark.skipif(not shutil.which("stat"), reason="asks `stat` for the same")

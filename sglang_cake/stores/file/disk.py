@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import StoreError, StoreFull, StoreUnavailable
 
-# `f_type` in statfs(2), of file systems that several machines can mount.
+# `f_type` in statfs(2), of file systems that several machines can mount. 9p is none of them: gVisor
+# gives its number to all folders of the machine.
 SHARED: Final = {
     0x6969: "NFS",
     0xFF534D42: "CIFS",
@@ -26,8 +27,16 @@ SHARED: Final = {
     0x19830326: "BeeGFS",
     0x01161970: "GFS2",
     0x7461636F: "OCFS2",
-    0x5346414F: "AFS",
+    0x5346414F: "AFS",  # of OpenAFS
+    0x6B414653: "AFS",  # of Linux
 }
+_FUSE = 0x65735546
+# The same over FUSE, by type in `/proc/self/mountinfo`.
+SHARED_FUSE: Final = frozenset(
+    f"fuse.{name}"
+    for name in ("ceph", "ceph-fuse", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs")
+)
+MOUNTS = Path("/proc/self/mountinfo")
 _statfs = ctypes.CDLL(None, use_errno=True).statfs
 _statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
 _STATFS_BYTES = 512  # more than the structure has on any system; `f_type`, a long, comes first
@@ -43,6 +52,21 @@ def file_system_type(folder: Path) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(folder))
     return int(answer[0]) & 0xFFFFFFFF
+
+
+def shared_file_system(folder: Path) -> str | None:
+    """Name of the folder's file system if several machines can mount it. Raises: OSError."""
+    kind = file_system_type(folder)
+    if kind != _FUSE:
+        return SHARED.get(kind)
+    device = folder.stat().st_dev
+    numbers = f"{os.major(device)}:{os.minor(device)}"
+    for line in os.fsdecode(MOUNTS.read_bytes()).split("\n"):
+        fields = line.split(" ")
+        if numbers in fields[2:3]:
+            name = fields[fields.index("-") + 1]  # after a varying number of fields
+            return name if name in SHARED_FUSE else None
+    return None
 
 
 FRESH_S = 1.0  # time for which an answer of the file system is used

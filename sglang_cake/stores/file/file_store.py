@@ -28,7 +28,7 @@ from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.block_files import read_framed
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
-from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
+from sglang_cake.stores.file.disk import os_errors, shared_file_system
 from sglang_cake.stores.file.index import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.namespace_descriptions import described_namespaces_in
@@ -164,7 +164,7 @@ class FileSource(FolderSettings):
             with tempfile.TemporaryFile(dir=self.path) as probe:
                 probe.write(b"probe")
                 probe.flush()
-            shared = SHARED.get(file_system_type(self.path))
+            shared = shared_file_system(self.path)
         except OSError as error:
             raise ConfigError(
                 f"store folder {self.path} cannot be made or written: {error.strerror}"
