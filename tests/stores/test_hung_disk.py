@@ -3,11 +3,17 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
+from filestore import folder_of
 
 from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.file import file_store
+from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.threads import DaemonPool
+from sglang_cake.testing.store_contract import FRAME
 
 HANGS = """
 import asyncio, os, sys, threading
@@ -44,6 +50,29 @@ def test_file_store_read_that_hangs_does_not_keep_the_process_alive(tmp_path, ho
         [sys.executable, "-c", program, how], capture_output=True, text=True, timeout=100
     )
     assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
+
+
+async def test_file_store_close_on_a_disk_that_hangs_waits_once_for_all_calls(
+    tmp_path, monkeypatch, caplog
+):
+    folder = folder_of(tmp_path)
+    store = FileStore(folder, FRAME, threads=1)
+    now_s, waits_s = 100.0, []
+
+    def hangs(pool, at_most_s):
+        nonlocal now_s
+        waits_s.append(at_most_s)
+        now_s += at_most_s
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DaemonPool, "join", hangs)
+        patch.setattr(file_store, "time", SimpleNamespace(monotonic=lambda: now_s), raising=False)
+        await store.close()
+    folder.close()
+    assert len(waits_s) > 1
+    assert sum(waits_s) == CLOSE_S
+    assert caplog.text.count("a disk did not answer within 10 s") == 1
 
 
 OPENING_HANGS = """

@@ -11,6 +11,7 @@ import sqlite3
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -35,7 +36,7 @@ from sglang_cake.stores.file.namespace_descriptions import described_namespaces_
 from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool, run_stoppable
+from sglang_cake.stores.threads import DaemonPool, run_stoppable, submit
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
 
 logger = logging.getLogger(__name__)
@@ -118,15 +119,21 @@ class FileStore(Store):
         return await run_stoppable(self._lookups, lambda stop: self._folder.stats())
 
     async def close(self) -> None:
-        """Queued calls fail, running calls end normally. Calls that hang on a broken disk for
-        longer than CLOSE_S are abandoned."""
+        """Queued calls fail, running calls end normally. What hangs on a broken disk is abandoned
+        after CLOSE_S in all."""
+        until_s = time.monotonic() + CLOSE_S
         for pool in (self._readers, self._writers, self._lookups):
             pool.shutdown(wait=False, cancel_futures=True)
-        for pool in (self._readers, self._writers, self._lookups, self._checkers):
+        have_ended = True
+        closer = DaemonPool(1, "cake-file-close")
+        for pool in (self._readers, self._writers, self._lookups, self._checkers, closer):
+            if pool is closer:  # the calls above need the folder
+                submit(closer, self._folder.close)
             pool.shutdown(wait=False)
-            if not await asyncio.to_thread(pool.join, CLOSE_S):
-                logger.warning("a disk did not answer within %.0f s; left as it is", CLOSE_S)
-        await asyncio.to_thread(self._folder.close)
+            left_s = max(0.0, until_s - time.monotonic())
+            have_ended &= await asyncio.to_thread(pool.join, left_s)
+        if not have_ended:
+            logger.warning("a disk did not answer within %.0f s; left as it is", CLOSE_S)
 
     # ---- in the threads ----
 
