@@ -2,13 +2,14 @@
 
 import math
 import tracemalloc
+from collections import OrderedDict
 
 import models
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.stores.eviction import POLICIES, new_policy, queues
+from sglang_cake.stores.eviction import POLICIES, classic, new_policy, queues
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.eviction.reuse_model import ReuseFit
@@ -270,6 +271,32 @@ def test_s3fifo_policy_loop_longer_than_the_cache_hits():
     hits = cached_hits(new_policy("s3fifo"), [*range(150)] * 10, 100)
     assert sum(hits) > 500
     assert hits == models.s3fifo_hits([*range(150)] * 10, 100)
+
+
+class CountedDict(OrderedDict):
+    """Counts the blocks that leave the front of a queue."""
+
+    taken = 0
+
+    def popitem(self, last=True):
+        CountedDict.taken += 1
+        return super().popitem(last)
+
+
+@given(reads=st.lists(st.integers(0, 59), max_size=300))
+def test_s3fifo_policy_evictions_move_at_most_one_block_for_each_read(reads):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classic, "OrderedDict", CountedDict)
+        policy = new_policy("s3fifo")
+    for block in range(60):
+        policy.add(block, Usage(1, 0.0, 0.0, 0, block))
+    CountedDict.taken = 0
+    for step, block in enumerate(reads):
+        policy.touch(block, 1.0)
+        if step % 5 == 0:
+            policy.pop(2.0)
+    evicted = 60 - len(policy)
+    assert CountedDict.taken <= evicted + len(reads)
 
 
 def test_arc_policy_readded_evicted_block_grows_the_recency_list():

@@ -92,6 +92,10 @@ class S3FifoPolicy(EvictionPolicy):
 
     The paper assumes a fixed cache size. Here it is the largest number of blocks that were present
     at once.
+
+    A `pop` moves blocks that were read until it finds one that was not. So it costs O(n) at worst,
+    with all blocks read before the first eviction, and moves each at most MAX_FREQUENCY times. All
+    evictions together move at most one block for each read.
     """
 
     def __init__(self) -> None:

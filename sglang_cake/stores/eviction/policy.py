@@ -50,7 +50,8 @@ class EvictionPolicy:
     `add`, `remove` and `pop`.
 
     A policy is not thread-safe: the caller holds a lock. A call costs at most O(log n) for n
-    blocks, plus O(c) for c request classes. `refresh` may cost more, and runs in the background.
+    blocks, plus O(c) for c request classes; for `S3FifoPolicy.pop` that holds only on average.
+    `refresh` may cost more, and runs in the background.
     """
 
     def __init__(self) -> None:
