@@ -125,13 +125,15 @@ class FileStore(Store):
         for pool in (self._readers, self._writers, self._lookups):
             pool.shutdown(wait=False, cancel_futures=True)
         have_ended = True
-        closer = DaemonPool(1, "cake-file-close")
-        for pool in (self._readers, self._writers, self._lookups, self._checkers, closer):
-            if pool is closer:  # the calls above need the folder
-                submit(closer, self._folder.close)
+        for pool in (self._readers, self._writers, self._lookups, self._checkers):
             pool.shutdown(wait=False)
-            left_s = max(0.0, until_s - time.monotonic())
-            have_ended &= await asyncio.to_thread(pool.join, left_s)
+            have_ended &= await asyncio.to_thread(pool.join, max(0.0, until_s - time.monotonic()))
+        closer = DaemonPool(1, "cake-file-close")  # last: the calls need the folder
+        closed = submit(closer, self._folder.close)
+        closer.shutdown(wait=False)
+        have_ended &= await asyncio.to_thread(closer.join, max(0.0, until_s - time.monotonic()))
+        if closed.done():
+            closed.result()
         if not have_ended:
             logger.warning("a disk did not answer within %.0f s; left as it is", CLOSE_S)
 
