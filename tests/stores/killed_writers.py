@@ -2,14 +2,16 @@
 
 One line in, for each writer: `run` (puts and deletes until killed), `fill POLICY` (puts more than
 there is room for), `crash N` (kills itself before its N-th system call that changes the disk),
-`half` (kills itself in the middle of a block) or `race` (two writers of the same blocks). Lines
-out: the writer's pid, then `ended STATUS` once it is gone and its pid is free.
+`aside N` (the same while it sets a corrupt block aside), `half` (kills itself in the middle of a
+block) or `race` (two writers of the same blocks). Lines out: the writer's pid, then `ended STATUS`
+once it is gone and its pid is free.
 
 Beside ROOT lies a log of what `run` and `fill` have done: `begin KEY` before a put, `put KEY` once
 it has returned, `gone KEY` before a block is deleted or evicted.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -18,12 +20,13 @@ import time
 from pathlib import Path
 
 from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
+from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 LAYOUT = BlockLayout.plain(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)
 FRAME = BlockFrame(NAMESPACE, LAYOUT)
@@ -131,7 +134,27 @@ async def race(root):
 
 
 async def crash(root, at):
-    store, left = opened(root, fsync="data"), at  # from now on the put alone changes the disk
+    store = opened(root, fsync="data")
+    # From now on the put alone changes the disk.
+    die_at(at, "open", "mkdir", "writev", "fdatasync", "close", "replace", "fsync", "rmdir")
+    await store.put(key_of(0), BLOCKS[0])
+    os._exit(0)
+
+
+async def aside(root, at):
+    store = opened(root, capacity_bytes=16 << 20)
+    await store.put(key_of(0), BLOCKS[0])
+    name = key_of(0).hex()
+    os.truncate(root / NAMESPACE.digest().hex() / name[:2] / name[2:4] / name, 200_000)
+    die_at(at, "mkdir", "replace", "rmdir")
+    with contextlib.suppress(BlockCorrupt):
+        await read(store, key_of(0), LAYOUT)
+    os._exit(0)
+
+
+def die_at(at, *names):
+    """Kill this process before call number `at` of these."""
+    left = at
 
     def dying(real):
         def call(*args, **kwargs):
@@ -143,10 +166,8 @@ async def crash(root, at):
 
         return call
 
-    for name in ("open", "mkdir", "writev", "fdatasync", "close", "replace", "fsync", "rmdir"):
+    for name in names:
         setattr(os, name, dying(getattr(os, name)))
-    await store.put(key_of(0), BLOCKS[0])
-    os._exit(0)
 
 
 async def half(root):
@@ -177,6 +198,8 @@ def main():
         command, *rest = line.split()
         if command == "crash":
             pids = [fork(crash(root, int(rest[0])))]
+        elif command == "aside":
+            pids = [fork(aside(root, int(rest[0])))]
         elif command == "half":
             pids = [fork(half(root))]
         elif command == "race":

@@ -504,6 +504,57 @@ def test_block_folder_corrupt_files_count_until_they_are_removed(folder, tmp_pat
     assert folder.stats().blocks == 0
 
 
+def test_block_folder_reader_killed_while_it_sets_a_block_aside_leaves_no_uncounted_file(tmp_path):
+    with contextlib.closing(KilledWriters(tmp_path)) as readers:
+        for at in itertools.count():
+            readers.start(f"aside {at}")
+            status = readers.ended()
+            with contextlib.closing(opened(tmp_path)) as folder:
+                with (
+                    contextlib.suppress(BlockMissing, BlockCorrupt),
+                    folder.reading(DIGEST, key_of(0)),
+                ):
+                    raise BlockCorrupt("too short")
+                assert len(files_below(NamespaceFolder(tmp_path, DIGEST).corrupt)) == 1
+                assert booked(folder) >= 1
+                assert du_bytes(tmp_path) <= folder.stats().used_bytes
+                assert folder.remove_set_aside() == 1
+                assert booked(folder) == 0
+            if status == 0:
+                break
+            assert status == signal.SIGKILL
+        assert at > 3  # folder, move, two empty folders
+
+
+def test_block_folder_corrupt_block_without_an_index_is_removed(tmp_path):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        put(folder, 0)
+    held = open_private(tmp_path / "index.lock")
+    try:
+        assert lock(held, fcntl.LOCK_EX)  # as a process that rebuilds the index
+        with (
+            waiting_for_the_index(0.0),
+            contextlib.closing(opened(tmp_path)) as folder,
+            pytest.raises(BlockCorrupt),
+            folder.reading(DIGEST, key_of(0)),
+        ):
+            raise BlockCorrupt("a flipped bit")
+    finally:
+        os.close(held)
+    place = NamespaceFolder(tmp_path, DIGEST)
+    assert files_below(tmp_path) == [place.description]
+
+
+def test_block_folder_corrupt_file_that_cannot_be_moved_counts_once(folder, tmp_path, monkeypatch):
+    put(folder, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing(errno.EUCLEAN))
+        with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):
+            raise BlockCorrupt("a flipped bit")
+    assert NamespaceFolder(tmp_path, DIGEST).block(key_of(0)).exists()
+    assert booked(folder) == 1
+
+
 def test_block_folder_block_that_is_corrupt_again_counts_once(folder, tmp_path):
     for _ in range(3):
         put(folder, 0)

@@ -53,6 +53,7 @@ CALLS = {
     "drop": lambda index: index.drop(BEGUN),
     "forget": lambda index: index.forget(DIGEST, A, lambda: True),
     "with_aside": lambda index: index.with_aside(),
+    "set_aside": lambda index: index.set_aside(DIGEST, 4096, ASIDE, lambda: False),
     "drop_aside": lambda index: index.drop_aside(DIGEST),
     "touch": lambda index: index.touch(TOUCHES),
     "limit_times": lambda index: index.limit_times([1, 2], 5e8),

@@ -466,37 +466,47 @@ class BlockFolder:
         self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
     ) -> None:
         """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has
-        one of the same block. If another file has replaced it, nothing is done.
+        one of the same block, or if no index can count it. If another file has replaced it, nothing
+        is done.
 
         Args:
             bad: status of the corrupt file.
         """
         *shard, name = block_names(digest, key)
-        # On a read-only disk the corrupt file stays, and every read of it fails.
-        with contextlib.suppress(OSError):
+
+        def is_there() -> bool:
+            there = nofollow.status_of(self._root, *shard, name)
+            return there is not None and os.path.samestat(there, bad)
+
+        def move() -> bool:
             nofollow.make_folder(self._root, shard[0], CORRUPT)
             with (
                 nofollow.opened(self._root, *shard) as folder,
                 nofollow.opened(self._root, shard[0], CORRUPT) as aside,
             ):
-                there = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                if not os.path.samestat(there, bad):
-                    return
                 asides = os.listdir(aside)
-                kept = name not in asides and len(asides) < MAX_SET_ASIDE
-                if kept:
-                    os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
+                if name in asides or len(asides) >= MAX_SET_ASIDE or not is_there():
+                    return False
+                os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
+            return True
+
+        # On a read-only disk the corrupt file stays, and every read of it fails.
+        with contextlib.suppress(OSError):
+            # A damaged inode may have any size.
+            taken_bytes = on_disk_bytes(self._root, bad.st_blocks * 512)
+            file = ScannedFile(None, taken_bytes, bad.st_mtime, bad.st_mtime)
+            own_bytes = self.descriptions.own_bytes(digest)
+            kept = False
+            # Without an index nothing is kept: no process would count or remove the file.
+            with contextlib.suppress(StoreError), self.supervisor.open() as index:
+                kept = index.set_aside(digest, own_bytes, file, move)
             if not kept:
+                if not is_there():
+                    return
                 nofollow.remove_file(self._root, *shard, name)
             self._remove_folders(digest, key)
             self._log_corrupt(error, "set aside" if kept else "removed")
-            with contextlib.suppress(StoreError), self.supervisor.open() as index:
-                if kept:  # first, since the index may count too much, and never too little
-                    # A damaged inode may have any size.
-                    taken_bytes = on_disk_bytes(self._root, bad.st_blocks * 512)
-                    file = ScannedFile(None, taken_bytes, bad.st_mtime, bad.st_mtime)
-                    index.add_found(digest, self.descriptions.own_bytes(digest), [file])
-                self._forget_in(index, digest, key)
+            self._forget(digest, key)
 
     def _log_corrupt(self, error: BlockCorrupt, done: str) -> None:
         with self._counting:

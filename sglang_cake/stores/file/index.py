@@ -3,7 +3,8 @@
 One SQLite file, shared by all processes that have the store open. The index decides how much space
 is taken. The content of a block is checked by its own header and checksum. The order of operations
 ensures that a crash never leaves a file without a row: a block is inserted before its file is
-created, and its file is removed before its row.
+created, and its file is removed before its row. The row of a file that is set aside is inserted
+before the file is moved.
 
 Only SQLite opens an existing file. Its locks are POSIX locks: a process that closes a descriptor of
 the file loses all of them, and the next process that closes the index removes the log in use.
@@ -558,6 +559,30 @@ class BlockIndex(IndexReader):
         )
         return [(Digest(digest), _count(stored_bytes)) for digest, stored_bytes in rows]
 
+    def set_aside(
+        self, digest: Digest, own_bytes: int, file: ScannedFile, move: Callable[[], bool]
+    ) -> bool:
+        """Insert the row of a corrupt file, and then move the file; whether it was moved. Otherwise
+        the row is removed again.
+
+        Args:
+            own_bytes: as for `reserve`.
+            file: without a key.
+            move: moves the file; returns whether it did.
+        """
+        with self._transaction() as db:
+            namespace = _namespace_id(db, digest, own_bytes)
+            row = db.execute(_ADD_FOUND, _found_row(namespace, file)).lastrowid
+        moved = False
+        try:
+            moved = move()
+        finally:
+            if not moved:
+                with self._transaction() as db:
+                    aside = f"id = ? AND state = {RowState.ASIDE}"
+                    db.execute(f"DELETE FROM blocks WHERE {aside}", (row,))
+        return moved
+
     def drop_aside(self, digest: Digest) -> None:
         """Remove the rows of a namespace's files that were set aside."""
         with self._transaction() as db:
@@ -725,25 +750,22 @@ class BlockIndex(IndexReader):
             some = list(islice(files, ROWS_AT_ONCE))  # reads the disk, so outside the transaction
             with self._transaction() as db:
                 namespace = _namespace_id(db, digest, own_bytes)
-                db.executemany(
-                    "INSERT OR IGNORE INTO blocks "
-                    "(namespace, key, state, stored_bytes, created_s, used_s, tenant) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        (
-                            namespace,
-                            block.key,
-                            RowState.ASIDE if block.key is None else RowState.STORED,
-                            block.stored_bytes,
-                            block.changed_s,
-                            block.used_s,
-                            UNKNOWN_TENANT,
-                        )
-                        for block in some
-                    ),
-                )
+                db.executemany(_ADD_FOUND, (_found_row(namespace, block) for block in some))
             if len(some) < ROWS_AT_ONCE:
                 return
+
+
+_ADD_FOUND = (
+    "INSERT OR IGNORE INTO blocks "
+    "(namespace, key, state, stored_bytes, created_s, used_s, tenant) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+def _found_row(namespace: int, file: ScannedFile) -> tuple[object, ...]:
+    """Values for `_ADD_FOUND`."""
+    state = RowState.ASIDE if file.key is None else RowState.STORED
+    times = (file.changed_s, file.used_s)
+    return namespace, file.key, state, file.stored_bytes, *times, UNKNOWN_TENANT
 
 
 def _namespace_id(db: sqlite3.Connection, digest: Digest, own_bytes: int) -> int:
