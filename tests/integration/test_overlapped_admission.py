@@ -158,6 +158,10 @@ def it_is_not_to_be_had(admission: OverlapAdmission) -> None:
     admission.tree.overlap_runner = None
 
 
+def it_is_a_beam_search(admission: OverlapAdmission) -> None:
+    admission.req.beam_group = SimpleNamespace(beam_width=4)
+
+
 @pytest.mark.parametrize(
     "reason",
     [
@@ -166,10 +170,11 @@ def it_is_not_to_be_had(admission: OverlapAdmission) -> None:
         another_is_in_the_step,
         decoding_is_mixed_in,
         it_is_not_to_be_had,
+        it_is_a_beam_search,
     ],
 )
 @pytest.mark.parametrize("chunked", [True, False])
-def test_early_admission_request_that_is_not_alone_is_not_begun(
+def test_early_admission_request_that_is_not_alone_or_has_beams_is_not_begun(
     admission: OverlapAdmission, reason: Callable[[OverlapAdmission], None], chunked: bool
 ) -> None:
     reason(admission)

@@ -156,6 +156,7 @@ class Setup:
             extra_key=None,
             cache_salt=None,
             session=None,
+            beam_group=None,
             output_ids=[],
             return_indexer_topk=False,
             customized_info=None,
@@ -368,6 +369,15 @@ def test_runahead_scheduler_text_that_no_offer_can_carry_is_not_shared(
     assert one.run() == (SPLIT, STOP)
     one.req.rid = "salted"
     setattr(one.req, field, text)
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    assert one.owner.member.helpers() == (HELPER,)  # it was not asked
+
+
+def test_runahead_scheduler_beam_search_is_not_shared(setup: Callable[..., Setup]) -> None:
+    one = setup(send_all)
+    assert one.run() == (SPLIT, STOP)
+    one.req.rid = "beams"
+    one.req.beam_group = SimpleNamespace(beam_width=4)
     assert one.owner.consider(one.req, alone=True) == "alone"
     assert one.owner.member.helpers() == (HELPER,)  # it was not asked
 

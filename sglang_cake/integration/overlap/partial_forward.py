@@ -75,7 +75,7 @@ def run_forward(worker: Any, part: Any) -> None:
 
 def drop_answer(req: "Req") -> None:
     """Drop the tokens that the current step samples for `req`, and its KV: the request ends as
-    aborted."""
+    aborted. Not for a beam search: SGLang would never free the rows of its beams."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req.skip_radix_cache_insert = True

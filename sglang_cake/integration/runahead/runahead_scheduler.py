@@ -397,6 +397,8 @@ def _is_plain(req: "Req") -> bool:
         and not req.return_indexer_topk
         and req.lora_id is None
         and req.multimodal_inputs is None
+        # SGLang gives its beams request rows after an aborted step too, and never frees those.
+        and req.beam_group is None
         and not req.output_ids
         and can_carry(req.extra_key)
         and can_carry(req.cache_salt)

@@ -443,6 +443,8 @@ class CakePrefillAdder(PrefillAdder):
         runner = self._cake()[0].overlap_runner
         if runner is None or self.can_run_list or self._decodes:
             return None
+        if req.beam_group is not None:
+            return None  # if the step ended without an answer, the rows of its beams would stay
         if any(other is not req for other in self._scheduler.waiting_queue):
             return None
         if any(not other.finished() for other in self.running_batch.reqs):
