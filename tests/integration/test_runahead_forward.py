@@ -1,6 +1,7 @@
 """The owner's forward, with a helper that says what the test wants and no model."""
 
 import contextlib
+import copy
 import logging
 import threading
 import time
@@ -26,8 +27,10 @@ from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.runahead import runahead_scheduler
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
-from sglang_cake.loading.cost_model import PrefillCost
-from sglang_cake.runahead.chain_plan import ChainLimits
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
+from sglang_cake.loading.meet import Meet
+from sglang_cake.loading.planner import LoadProgress
+from sglang_cake.runahead.chain_plan import ChainLimits, StoredTail
 from sglang_cake.runahead.member import MemberSettings
 from sglang_cake.runahead.messages import (
     Accept,
@@ -120,6 +123,7 @@ class Setup:
         self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
         self.counters = Counters()
         self.namespace: str | None = "00"
+        self.records: dict[str, Any] = {}
         self.step_costs: Any = SimpleNamespace(
             agreed=PrefillCost(fixed_s=0.0, token_s=0.01, pair_s=0.0),
             measured=False,
@@ -133,7 +137,7 @@ class Setup:
             step_costs=self.step_costs,
             counters=self.counters,
             namespace=lambda: self.namespace,
-            record_of=lambda req: None,
+            record_of=lambda req: self.records.get(req.rid),
             loads_only=False,
             least_tokens=0,
             limits=ChainLimits(page_tokens=16, step_tokens=SPLIT),
@@ -407,6 +411,52 @@ def test_runahead_scheduler_waiting_prompt_is_planned_again_only_after_a_change(
     assert CountedCost.calls == calls
     one.step_costs.agreed = CountedCost(fixed_s=0.0, token_s=0.01, pair_s=0.0)
     assert one.owner.consider(one.req, alone=True) == "wait"
+
+
+def test_runahead_scheduler_step_plans_few_of_the_prompts_that_wait_and_all_in_turn(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = setup(send_all)
+    one.run()
+    planned: list[int] = []
+    step_number = 0
+
+    def plan_beside_loader(tail: StoredTail, *args: object, **kwargs: object) -> None:
+        planned.append(tail.view.prompt_tokens - STOP)
+
+    monkeypatch.setattr(runahead_scheduler, "plan_beside_loader", plan_beside_loader)
+    one.step_costs.costs_alone = lambda record: PromptCosts(
+        one.step_costs.agreed,
+        LoadCost(0.0, 1.0 + step_number),  # as measured, other ones in each step
+    )
+    reqs = []
+    for number in range(12):
+        req = copy.copy(one.req)
+        tokens = STOP + number
+        req.rid, req.sampling_params = f"r{number}", SimpleNamespace(custom_params=None)
+        req.full_untruncated_fill_ids = req.origin_input_ids = list(range(tokens))
+        meet = Meet(block_tokens=16, page_tokens=1, limit_tokens=tokens - 1, prompt_tokens=tokens)
+        meet.found([True] * meet.block_count)
+        one.records[req.rid] = SimpleNamespace(meet=meet, loading=True, progress=LoadProgress())
+        reqs.append(req)
+
+    def step(waiting: list[Any]) -> list[int]:
+        nonlocal step_number
+        step_number += 1
+        planned.clear()
+        one.owner.poll(one.scheduler)
+        assert {one.owner.consider(req, alone=True) for req in waiting} == {"alone"}
+        return sorted(planned)
+
+    first_steps = [step(reqs) for _ in range(3)]
+    assert first_steps[0] == [0, 1, 2, 3]
+    assert max(map(len, first_steps)) == 5
+    assert {number for numbers in first_steps for number in numbers} == {*range(12)}
+    later_steps = [step(reqs) for _ in range(12)]
+    assert all(len(numbers) == 1 for numbers in later_steps)
+    assert {number for numbers in later_steps for number in numbers} == {*range(12)}
+    step(reqs[:1])
+    assert [step(reqs[:1]) for _ in range(3)] == [[0]] * 3  # one alone is planned in each step
 
 
 def test_runahead_scheduler_handover_time_fades_once_for_a_prompt(

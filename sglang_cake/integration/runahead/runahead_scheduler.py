@@ -59,6 +59,10 @@ BYTES_PER_S = 1e9
 _NEWEST = 0.3  # weight of the newest chain in the handover time
 _FADE = 0.02  # how far it returns to HANDOVER_S with each prompt that is computed alone
 _WHATEVER = float("inf")
+# Of prompts that are being loaded, so many get their first plan in one step. Beside these, one of
+# the others is planned again, in turn: their facts change with each block, and the requests that
+# decode wait for the plans.
+_FIRST_PLANS = 4
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 
@@ -117,7 +121,11 @@ class Runahead:
         self._owned: Owned | None = None  # the own prompt that helpers compute, or were asked to
         self._asked: set[str] = set()  # requests for which helpers were asked
         # For which no chain pays, with what that depends on: they are looked at before each step.
+        # The one that was planned last is the last.
         self._unpaid: dict[str, object] = {}
+        self._loading: set[str] = set()  # requests being loaded that were looked at in this step
+        self._turn: str | None = None  # the one of them that may be planned again
+        self._first_plans = 0  # of requests being loaded, in this step
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes an idle scheduler
         self._poller: Any = None
         self._scheduler: Scheduler | None = None  # known from the first poll on
@@ -129,6 +137,9 @@ class Runahead:
     def poll(self, scheduler: "Scheduler") -> None:
         """Serve the offers of other members. Call between two steps."""
         self._scheduler = scheduler
+        self._turn = next((rid for rid in self._unpaid if rid in self._loading), None)
+        self._loading.clear()
+        self._first_plans = 0
         self._listen(scheduler)
         if self._owned is not None and time.monotonic() - self._owned.began_s > BEGIN_S:
             self._drop("the step did not begin")
@@ -258,18 +269,26 @@ class Runahead:
         elif asked not in (None, "table"):
             return forced_plan(asked, span, helpers, limits)
         pays = PAYS if asked is None else _WHATEVER
-        facts = (span, helpers, costs, limits, None if tail is None else tail.facts)
-        if self._unpaid.get(req.rid) == facts:
+        if tail is not None and not self._may_plan(req.rid):
             return None
-        if tail is not None:
-            plan = plan_beside_loader(tail, helpers, costs, limits, pays=pays)
-        else:
-            plan = plan_chain(span, helpers, costs, limits, pays=pays)
+        facts = (span, helpers, costs, limits, None if tail is None else tail.facts)
+        plan = None
+        if self._unpaid.pop(req.rid, None) != facts:
+            if tail is not None:
+                plan = plan_beside_loader(tail, helpers, costs, limits, pays=pays)
+            else:
+                plan = plan_chain(span, helpers, costs, limits, pays=pays)
         if plan is None:
             self._unpaid[req.rid] = facts
-        else:
-            self._unpaid.pop(req.rid, None)
         return plan
+
+    def _may_plan(self, rid: str) -> bool:
+        """Whether a request that is being loaded is planned in this step."""
+        self._loading.add(rid)
+        if rid in self._unpaid:
+            return rid == self._turn
+        self._first_plans += 1
+        return self._first_plans <= _FIRST_PLANS
 
     def _propose(self, req: "Req", plan: ChainPlan) -> bool:
         namespace = self._namespace()
