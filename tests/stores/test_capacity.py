@@ -762,6 +762,60 @@ def test_index_from_before_a_reboot_is_rebuilt_once(tmp_path, caplog):
         assert caplog.text.count("indexed 1 blocks") == 1
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize(("call", "at"), [("scandir", 0), ("scandir", 1), ("listdir", 1)])
+def test_index_rebuilt_despite_an_error_of_a_moment_counts_all_blocks(
+    tmp_path, monkeypatch, call, at, number
+):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        for name in range(3):
+            put(folder, name)
+    wreck(tmp_path, "absent")
+    calls, real = itertools.count(), getattr(os, call)
+
+    def fail_once(*args):
+        if next(calls) == at:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    monkeypatch.setattr(os, call, fail_once)
+    with contextlib.closing(opened(tmp_path)) as folder:
+        until(lambda: folder.stats().blocks is not None, "the index is open")
+        assert folder.stats().blocks == 3
+        assert du_bytes(tmp_path) <= folder.stats().used_bytes
+
+
+def test_index_rebuilt_beside_a_damaged_folder_counts_the_other_blocks(tmp_path, monkeypatch):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        for name in range(3):
+            put(folder, name)
+    wreck(tmp_path, "absent")
+    damaged = NamespaceFolder(tmp_path, DIGEST).block(key_of(0)).parent.stat()
+    listdir = os.listdir
+
+    def fail_for_one(folder):
+        if os.path.samestat(os.stat(folder), damaged):
+            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", fail_for_one)
+    with contextlib.closing(opened(tmp_path)) as folder:
+        assert folder.stats().blocks == 2
+        assert put(folder, 3)
+
+
+def test_block_folder_corrupt_files_that_cannot_be_listed_go_on_counting(folder, monkeypatch):
+    put(folder, 0)
+    with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):
+        raise BlockCorrupt("a flipped bit")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", failing(errno.EMFILE))
+        with pytest.raises(StoreUnavailable, match=os.strerror(errno.EMFILE)):
+            folder.remove_set_aside()
+    assert booked(folder) == 1
+    assert folder.remove_set_aside() == 1
+
+
 def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path):
     folder = opened(tmp_path)
     put(folder, 0)

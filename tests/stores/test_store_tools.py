@@ -1,6 +1,8 @@
 """`sglang-cake store`, on real file stores."""
 
 import asyncio
+import errno
+import itertools
 import json
 import os
 import pty
@@ -13,7 +15,8 @@ import termios
 from pathlib import Path
 
 import pytest
-from filestore import closing
+from filestore import closing, waiting_for_the_index
+from hostile import SHORT_WAIT_S
 from namespace_folder import NamespaceFolder
 from polling import until
 from storetools import (
@@ -267,6 +270,29 @@ def test_store_ls_control_characters_in_names_are_replaced(tmp_path, capsys):
     assert "\x1b" not in out
     assert len(out.splitlines()) == 3
     assert "evil?[2J?name" in out
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("tool", ["ls", "stat", "verify", "gc"])
+def test_store_tools_folder_that_cannot_be_listed_is_one_line_of_error(
+    root, capsys, monkeypatch, tool, at
+):
+    for path in root.glob("index.db*"):
+        path.unlink()
+    calls, scandir = itertools.count(), os.scandir
+
+    def fail_from(*args):
+        if next(calls) >= at:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(*args)
+
+    monkeypatch.setattr(os, "scandir", fail_from)
+    with waiting_for_the_index(SHORT_WAIT_S):
+        status = store(tool, url_of(root))
+    captured = capsys.readouterr()
+    assert captured.err.count(os.strerror(errno.EMFILE)) == 1
+    assert len(captured.err.splitlines()) == 1
+    assert status == 2
 
 
 # ---- verify ----

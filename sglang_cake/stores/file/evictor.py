@@ -262,11 +262,11 @@ class Evictor:
             if only not in (None, digest):
                 continue
             place = (digest.hex(), CORRUPT)
-            found = list(nofollow.files_in(self._root, *place))
-            last_s = max((status.st_ctime for _, status in found), default=0.0)
-            if time.time() - last_s < older_than_s:
-                continue
             try:
+                found = list(nofollow.files_in(self._root, *place))
+                last_s = max((status.st_ctime for _, status in found), default=0.0)
+                if time.time() - last_s < older_than_s:
+                    continue
                 for name, _ in found:
                     nofollow.remove_file(self._root, *place, name)
             except OSError as error:

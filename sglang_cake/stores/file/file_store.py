@@ -218,12 +218,14 @@ class FileSource(FolderSettings):
     async def namespaces(self) -> list[StoredNamespace]:
         """Changes nothing. Raises: ConfigError; StoreUnavailable."""
         self.check_ours()
-        return await asyncio.to_thread(described_namespaces_in, self.path)
+        with os_errors(self.path):
+            return await asyncio.to_thread(described_namespaces_in, self.path)
 
     def blocks_in(self, digest: Digest) -> Iterator[BlockInfo]:
-        """The blocks of one namespace. Changes nothing."""
+        """The blocks of one namespace. Changes nothing. Raises: ConfigError; StoreUnavailable."""
         self.check_ours()
-        return scan.listed_blocks_in(self.path, digest)
+        with os_errors(self.path):
+            yield from scan.listed_blocks_in(self.path, digest)
 
     def stats(self) -> StoreStats:
         """Totals of all namespaces. Changes nothing."""

@@ -16,7 +16,14 @@ from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.evictor import REST_S, Evictor
-from sglang_cake.stores.file.index import WAL_BYTES, BlockIndex, DamagedIndexError, Touch, put_aside
+from sglang_cake.stores.file.index import (
+    WAL_BYTES,
+    BlockIndex,
+    DamagedIndexError,
+    IndexedBlock,
+    Touch,
+    put_aside,
+)
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names
@@ -377,26 +384,41 @@ class IndexSupervisor:
         )
 
     def reclaim(self, index: BlockIndex) -> None:
-        """Complete or remove the blocks of dead writers, and remove what is unused."""
-        for digest in namespaces_in(self._root):  # descriptions that were being written
-            remove_stale(self._root, digest.hex())
+        """Complete or remove the blocks of dead writers, and remove what is unused.
+
+        What fails is tried again by the next call. It keeps no index closed, since all that is left
+        goes on counting.
+        """
+        with self._complaining():
+            for digest in namespaces_in(self._root):  # descriptions that were being written
+                with self._complaining():
+                    remove_stale(self._root, digest.hex())
         for block in index.writing():
-            if not is_stale(block.owner, block.usage.created_s):
-                continue
-            *shard, name = block_names(block.namespace, block.key)
-            _, living = remove_stale(self._root, *shard)
-            if block.owner in living:  # a slow writer
-                continue
-            if nofollow.file_bytes(self._root, *shard, name) is not None:
-                index.commit(block)
-            else:
-                nofollow.remove_empty(self._root, *shard)
-                index.drop(block)
-        try:
+            if is_stale(block.owner, block.usage.created_s):
+                with self._complaining():
+                    self._reclaim_block(index, block)
+        with self._complaining():
             self._evictor.remove_aside(index, KEEP_ASIDE_S)
+        with self._complaining():
+            self._descriptions.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
+
+    def _reclaim_block(self, index: BlockIndex, block: IndexedBlock) -> None:
+        *shard, name = block_names(block.namespace, block.key)
+        _, living = remove_stale(self._root, *shard)
+        if block.owner in living:  # a slow writer
+            return
+        if nofollow.file_bytes(self._root, *shard, name) is not None:
+            index.commit(block)
+        else:
+            nofollow.remove_empty(self._root, *shard)
+            index.drop(block)
+
+    @contextlib.contextmanager
+    def _complaining(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self._complain(error)
-        self._descriptions.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
 
 
 def _has_room(root: Path) -> bool:

@@ -20,6 +20,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MOST_TRIES = 10  # of `in_folders`
+_LASTING = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EUCLEAN,
+    errno.EBADMSG,
+)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -140,24 +149,39 @@ def status_of(root: Path, *names: str) -> os.stat_result | None:
 def files_in(
     root: Path, *names: str, like: re.Pattern[str] | None = None
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files in a folder; none if it cannot be read. Files that vanish are skipped.
+    """The regular files in a folder, without those that `_unless_lasting` leaves out.
 
     Args: like: only those with such names.
+
+    Raises: OSError, so that no file is missing for an error of a moment.
     """
-    with contextlib.suppress(OSError), opened(root, *names) as folder:
+    with _unless_lasting(), opened(root, *names) as folder:
         there = os.listdir(folder)
         for name in there if like is None else filter(like.fullmatch, there):
-            with contextlib.suppress(OSError):
+            with _unless_lasting():
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     yield name, status
 
 
 def folders_in(root: Path, *names: str) -> list[str]:
-    """The names of the folders in a folder, without links; none if it cannot be read."""
-    with contextlib.suppress(OSError), opened(root, *names) as folder, os.scandir(folder) as found:
+    """The names of the folders in a folder, without links; none where `_unless_lasting` leaves it
+    out. Raises: OSError, as `files_in`."""
+    with _unless_lasting(), opened(root, *names) as folder, os.scandir(folder) as found:
         return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
     return []
+
+
+@contextlib.contextmanager
+def _unless_lasting() -> Iterator[None]:
+    """A context for a file or folder that is left out of a listing for an error that another try
+    would give again: it is gone, another one or a link has replaced it, it may not be read, or the
+    file system reports it as damaged."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LASTING:
+            raise
 
 
 def remove_file(root: Path, *names: str) -> None:

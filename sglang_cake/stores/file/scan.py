@@ -31,7 +31,7 @@ LIST_AT_ONCE = 10_000  # blocks that a listing holds in memory
 
 
 def namespaces_in(root: Path) -> list[Digest]:
-    """The namespaces that have a folder. Raises: OSError if there is no root."""
+    """The namespaces that have a folder. Raises: OSError, also if there is no root."""
     os.stat(root)
     names = sorted(filter(DIGEST_OR_KEY.fullmatch, nofollow.folders_in(root)))
     return [Digest(bytes.fromhex(name)) for name in names]
@@ -44,6 +44,8 @@ def shards_in(
 
     Args:
         remove_empty: remove each folder that is empty after the caller has used it.
+
+    Raises: OSError.
     """
     name = digest.hex()
     for first in filter(SHARD.fullmatch, nofollow.folders_in(root, name)):
@@ -68,8 +70,10 @@ def stats_in(root: Path) -> StoreStats:
 
 
 def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
-    """The blocks of one namespace, from the index by key, or from the files if it cannot be
-    read."""
+    """The blocks of one namespace, from the index by key, or from the files if it cannot be read.
+
+    Raises: OSError.
+    """
     after = b""
     try:
         while True:
@@ -101,8 +105,8 @@ def _block_files(
 def scanned_files_in(root: Path, digest: Digest) -> Iterator[ScannedFile]:
     """Every block file of a namespace, and those that were set aside.
 
-    Stale temporary files and empty folders are removed. Files and folders that vanish or that
-    cannot be read are skipped. Raises: OSError if the root is gone.
+    Stale temporary files and empty folders are removed. Files and folders that vanish or that can
+    never be read are skipped. Raises: OSError.
     """
 
     def found(key: BlockKey | None, status: os.stat_result) -> ScannedFile:
@@ -125,6 +129,7 @@ def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
     """Remove temporary files of dead writers in one folder.
 
     Returns the number of removed files, and the writers (`this_process`) whose files are left.
+    Raises: OSError.
     """
     removed = 0
     living = set[str]()
@@ -140,9 +145,10 @@ def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
 
 
 def remove_empty_folders(root: Path, digest: Digest) -> None:
-    """Remove the empty folders inside of the folder of a namespace."""
-    for _ in shards_in(root, digest, remove_empty=True):
-        pass
+    """Remove the empty folders inside of the folder of a namespace, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        for _ in shards_in(root, digest, remove_empty=True):
+            pass
     nofollow.remove_empty(root, digest.hex(), CORRUPT)
 
 
