@@ -562,6 +562,7 @@ def test_runahead_scheduler_switched_off_member_leaves_the_group(
 ) -> None:
     jobs: list[str] = []
     one = setup(lambda transport, job: jobs.append(job))
+    until(lambda: jobs, "the helper has accepted")
     part, data = LayerPart(jobs[0], 0, 0, SPLIT), memoryview(bytes(SPLIT * Rows.token_bytes))
     waits = threading.Thread(target=one.owner.member.on_part, args=(HELPER, part, data))
     waits.start()  # for the step
