@@ -124,7 +124,7 @@ class Runahead:
         # The one that was planned last is the last.
         self._unpaid: dict[str, object] = {}
         self._loading: set[str] = set()  # requests being loaded that were looked at in this step
-        self._turn: str | None = None  # the one of them that may be planned again
+        self._planned_again: str | None = None  # the one of them that this step may plan again
         self._first_plans = 0  # of requests being loaded, in this step
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes an idle scheduler
         self._poller: Any = None
@@ -137,7 +137,7 @@ class Runahead:
     def poll(self, scheduler: "Scheduler") -> None:
         """Serve the offers of other members. Call between two steps."""
         self._scheduler = scheduler
-        self._turn = next((rid for rid in self._unpaid if rid in self._loading), None)
+        self._planned_again = next((rid for rid in self._unpaid if rid in self._loading), None)
         self._loading.clear()
         self._first_plans = 0
         self._listen(scheduler)
@@ -286,7 +286,7 @@ class Runahead:
         """Whether a request that is being loaded is planned in this step."""
         self._loading.add(rid)
         if rid in self._unpaid:
-            return rid == self._turn
+            return rid == self._planned_again
         self._first_plans += 1
         return self._first_plans <= _FIRST_PLANS
 

@@ -71,9 +71,9 @@ def shared_file_system(folder: Path) -> str | None:
 
 FRESH_S = 1.0  # time for which an answer of the file system is used
 REFUSED_S = 600.0  # longer than a pause of writing, so that eviction precedes each further try
-# These file systems tell of the space of removed files only after their next commit.
+# These file systems report the space of removed files only after their next commit.
 FREES_LATE: Final = {0x9123683E: "btrfs", 0x2FC12FC1: "ZFS"}
-LATE_S = 30.0  # time for which that space counts as free before they tell of it
+LATE_S = 30.0  # time for which that space counts as free before they report it
 _UNLIMITED = 1 << 62
 FILES_PER_BLOCK = 3  # inodes: the block, and at most two new folders
 FOLDER_BYTES = 4096  # of an almost empty folder on the disk
@@ -120,7 +120,7 @@ class FreeSpace:
     by a refused block of its own.
 
     Where removed files free space late (FREES_LATE), bytes that this process freed count for LATE_S
-    until the file system tells of them. Elsewhere they do not: the space would be missing if other
+    until the file system reports them. Elsewhere they do not: the space would be missing if other
     programs took it within that time.
     """
 
@@ -138,8 +138,8 @@ class FreeSpace:
         self._refused_s = 0.0
         self._freed_bytes = _UNLIMITED  # since a block was refused, and not taken yet
         self._newly_freed_bytes = 0  # since the file system was asked
-        # Freed bytes of which the file system has not told, and the times at which they expire.
-        self._untold: deque[tuple[float, int]] = deque()
+        # Freed bytes that the file system has not reported, and the times at which they expire.
+        self._unreported: deque[tuple[float, int]] = deque()
 
     def take(self, size_bytes: int) -> Amount:
         """Take the space for a block of `size_bytes`; returns the missing space, or zero.
@@ -192,8 +192,8 @@ class FreeSpace:
         stat = os.statvfs(self._folder)
         share = 0.0
         if stat.f_blocks:
-            told_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
-            self._usable_bytes = told_bytes + self._untold_bytes(told_bytes, now_s)
+            reported_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
+            self._usable_bytes = reported_bytes + self._unreported_bytes(reported_bytes, now_s)
             share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
         else:  # of no fixed size, as tmpfs with size=0
             self._usable_bytes = _UNLIMITED
@@ -202,23 +202,25 @@ class FreeSpace:
         else:  # created on demand, as by btrfs
             self._usable_files = _UNLIMITED
 
-    def _untold_bytes(self, told_bytes: int, now_s: float) -> int:
-        """Freed bytes that still count beside `told_bytes`, the new answer of the file system."""
+    def _unreported_bytes(self, reported_bytes: int, now_s: float) -> int:
+        """Freed bytes that count beside `reported_bytes`, the new answer of the file system."""
         if self._newly_freed_bytes and file_system_type(self._folder) in FREES_LATE:
-            self._untold.append((now_s + LATE_S, self._newly_freed_bytes))
+            self._unreported.append((now_s + LATE_S, self._newly_freed_bytes))
         self._newly_freed_bytes = 0
-        while self._untold and self._untold[0][0] <= now_s:
-            self._untold.popleft()
-        untold_bytes = sum(freed for _, freed in self._untold)
-        # If there is more than this process expects, the file system tells of the oldest ones.
-        told_now = min(untold_bytes, told_bytes + untold_bytes - self._usable_bytes)
-        untold_bytes -= max(0, told_now)
-        while told_now > 0:
-            expires_s, freed = self._untold.popleft()
-            if freed > told_now:
-                self._untold.appendleft((expires_s, freed - told_now))
-            told_now -= freed
-        return untold_bytes
+        while self._unreported and self._unreported[0][0] <= now_s:
+            self._unreported.popleft()
+        unreported_bytes = sum(freed for _, freed in self._unreported)
+        # If there is more than this process expects, the file system has reported the oldest ones.
+        newly_reported_bytes = min(
+            unreported_bytes, reported_bytes + unreported_bytes - self._usable_bytes
+        )
+        unreported_bytes -= max(0, newly_reported_bytes)
+        while newly_reported_bytes > 0:
+            expires_s, freed = self._unreported.popleft()
+            if freed > newly_reported_bytes:
+                self._unreported.appendleft((expires_s, freed - newly_reported_bytes))
+            newly_reported_bytes -= freed
+        return unreported_bytes
 
 
 class WriteBackoff:

@@ -114,7 +114,7 @@ class OurServer:
         self.process.terminate()
         return self.ended()
 
-    def said(self):
+    def stderr(self):
         """What it has written to its standard error."""
         return os.pread(self._errors_fd, os.fstat(self._errors_fd).st_size, 0).decode()
 
@@ -142,7 +142,7 @@ class OurServer:
         self.process.kill()
         self.process.join()
         self.prints.close()
-        sys.stderr.write(self.said())
+        sys.stderr.write(self.stderr())
         os.close(self._errors_fd)
 
 

@@ -210,9 +210,9 @@ def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path):
         until(lambda: are_kept_out(TOKEN), "the old one is not valid any more")
         assert are_let_in(OTHER)
         path.chmod(0o644)
-        until(lambda: server.said().count("stays in force") >= 2, "both workers have seen it")
-        assert f"token file {path} is open to others" in server.said()
-        assert OTHER not in server.said()
+        until(lambda: server.stderr().count("stays in force") >= 2, "both workers have seen it")
+        assert f"token file {path} is open to others" in server.stderr()
+        assert OTHER not in server.stderr()
         assert are_let_in(OTHER)
 
 

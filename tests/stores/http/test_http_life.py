@@ -201,7 +201,7 @@ async def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_pat
     assert path.exists()
     until(lambda: metrics(server)["corrupt_blocks_total"] == 1, "it is counted")
     assert server.stop() == 0
-    (line,) = (line for line in server.said().splitlines() if "WARNING" in line)
+    (line,) = (line for line in server.stderr().splitlines() if "WARNING" in line)
     assert "a corrupt block was set aside, 1 so far: " in line
     assert f"{path}: the payload's checksum does not match" in line
 

@@ -173,15 +173,15 @@ def test_worker_pool_irreplaceable_worker_is_tried_again_while_others_go_on(tmp_
     root.write_text("no folder")
     os.kill(victim, signal.SIGKILL)
     line = "a worker cannot start; the others go on"
-    until(lambda: line in server.said(), "there is a line about it")
+    until(lambda: line in server.stderr(), "there is a line about it")
     assert ask(server, "GET", "/health")[0] == 200
     root.unlink()
     moved.rename(root)
     until(lambda: len(server.workers()) == 2, "it is replaced")
     assert other in server.workers()
     assert server.stop() == 0
-    assert "Traceback" not in server.said()
-    (found,) = (each for each in server.said().splitlines() if line in each)
+    assert "Traceback" not in server.stderr()
+    (found,) = (each for each in server.stderr().splitlines() if line in each)
     assert str(root) in found
 
 
@@ -192,8 +192,8 @@ def test_worker_pool_worker_that_ends_soon_each_time_is_replaced_after_longer_pa
         (worker,) = server.workers()
         os.kill(worker, signal.SIGKILL)
         line = f"worker {worker} ended and is replaced "
-        until(lambda line=line: line in server.said(), "there is a line about it")
-        assert line + pause in server.said()
+        until(lambda line=line: line in server.stderr(), "there is a line about it")
+        assert line + pause in server.stderr()
     assert server.stop() == 0
 
 
@@ -207,8 +207,8 @@ def test_worker_pool_last_worker_that_cannot_be_replaced_ends_the_server(tmp_pat
         os.kill(worker, signal.SIGKILL)
     assert server.ended() == 2
     assert not connects(server.port)
-    assert "Traceback" not in server.said()
-    assert str(root) in server.said().splitlines()[-1]
+    assert "Traceback" not in server.stderr()
+    assert str(root) in server.stderr().splitlines()[-1]
 
 
 def test_worker_pool_suspended_worker_is_killed_and_replaced(tmp_path):
