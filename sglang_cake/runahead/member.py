@@ -85,7 +85,7 @@ class Owned:
     partition: Partition
     namespace: str  # in which helpers were asked
     request: Any
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float  # of the clock of the member
     accepted: set[int] = field(default_factory=set)
     refused: str | None = None
 
@@ -201,7 +201,7 @@ class Member:
         job = new_job()
         receiver = self._receiver(chain, partition, len(chain) - 1)
         passing = KvPassing(job, receiver, patience_s=patience_s)
-        owned = Owned(passing, chain, partition, namespace, request)
+        owned = Owned(passing, chain, partition, namespace, request, self._clock())
         with self._lock:
             assert not self._is_busy
             self._owned = owned
@@ -231,6 +231,8 @@ class Member:
         if culprit is None and outcome == "failed":
             culprit = self.rank
         owned.passing.close(reason or outcome)
+        now_s = self._clock()
+        is_late = now_s - owned.began_s >= self._settings.answer_s
         for rank in owned.accepted:
             self._refusals.pop(rank, None)
             if owned.partition.bounds[0]:
@@ -244,9 +246,9 @@ class Member:
             if rank == self.rank:
                 continue
             self._tell(rank, Cancel(owned.passing.job, (reason or outcome)[:200]))
-            is_silent = owned.refused is None and rank not in owned.accepted
-            if is_silent and rank != culprit:  # it did not answer in time
-                self._refusals[rank].start(self._clock())
+            is_silent = is_late and owned.refused is None and rank not in owned.accepted
+            if is_silent and rank != culprit:
+                self._refusals[rank].start(now_s)
 
     # ---- the helper ----
 

@@ -61,8 +61,13 @@ class Partition:
 
 
 def even(span: Span, workers: int, *, page_tokens: int = 1) -> Partition:
-    """As many tokens for each worker (KVR-E)."""
-    return scaled(span, [1.0 / workers] * workers, page_tokens=page_tokens)
+    """As many tokens for each worker (KVR-E), with inner bounds rounded up to pages.
+
+    So no span is longer than a step, if all steps together (of whole pages) hold the tokens.
+    """
+    workers = max(1, min(workers, span.tokens // page_tokens))
+    inner = (-(-span.tokens * i // (workers * page_tokens)) for i in range(1, workers))
+    return Partition((span.start, *(span.start + n * page_tokens for n in inner), span.stop))
 
 
 def scaled(span: Span, fractions: Sequence[float], *, page_tokens: int = 1) -> Partition:

@@ -566,9 +566,13 @@ def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
     for scheduler in group.schedulers:
         scheduler.join()
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
+    group.owner.end_owned(owned, "cancelled", "aborted")  # before their answers were due
+    assert len(group.owner.helpers()) == SIZE - 1
+    owned = group.propose(prompt(90), even(Span(0, 90), 3))
+    ahead_s[0] = 1.0
     group.owner.end_owned(owned, "cancelled", "no answer")
     assert group.owner.helpers() == ()
-    ahead_s[0] = 61.0
+    ahead_s[0] = 62.0
     assert len(group.owner.helpers()) == SIZE - 1  # they are asked again
 
 
@@ -577,7 +581,7 @@ def test_runahead_member_that_does_not_help_is_asked_less_often_until_it_accepts
     new_group: Callable[..., Group], refuses: bool
 ) -> None:
     now_s = [0.0]
-    group = new_group(busy_s=(1.0, 4.0), clock=lambda: now_s[0])
+    group = new_group(busy_s=(1.0, 4.0), answer_s=0.0, clock=lambda: now_s[0])
     group.stop.set()
     for scheduler in group.schedulers:
         scheduler.join()  # the test answers

@@ -76,6 +76,16 @@ def test_partition_random_splits_cover_the_span_in_whole_pages(
         assert sum(found.fractions) == pytest.approx(1)
 
 
+@given(st.sampled_from([1, 16, 64]), st.integers(1, 9), st.integers(1, 40), st.data())
+def test_partition_even_span_of_all_steps_has_no_longer_span_than_a_step(
+    page_tokens: int, workers: int, step_pages: int, data: st.DataObject
+) -> None:
+    step_tokens = step_pages * page_tokens
+    tokens = data.draw(st.integers(workers * page_tokens, workers * step_tokens))
+    found = even(Span(0, tokens), workers, page_tokens=page_tokens)
+    assert max(span.tokens for span in found.spans) <= step_tokens
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 3), st.integers(2, 14), st.integers(1, 4), COSTS)
 def test_partition_balanced_equals_the_best_by_brute_force(
