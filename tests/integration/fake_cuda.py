@@ -53,6 +53,7 @@ class FakeEvent:
         return self.last is None or self.last.done
 
     def synchronize(self) -> None:
+        self._cuda.check_captures()
         self._cuda.run_until(self.last)
 
     def elapsed_time(self, end: "FakeEvent") -> float:

@@ -227,6 +227,26 @@ def test_runahead_cuda_early_copies_run_between_old_forward_and_attention(
         assert any(_came_early(install(monkeypatch, seed), without) for seed in range(12))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_runahead_cuda_part_copied_during_a_capture_does_not_spoil_it(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    cuda = install(monkeypatch, 0)
+    worker = Worker(cuda, Span(0, 16), Rows, on_device)
+    worker.rows.begin()
+    worker.rows.wrote(0)
+
+    def carry() -> None:
+        part = worker.rows.buffer(16 * worker.rows.token_bytes)
+        worker.rows.read(0, worker.slots, part)
+        worker.rows.write(1, worker.slots, part, 0).wait()
+
+    thread = threading.Thread(target=carry)
+    with cuda.graph(object()):
+        thread.start()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("asked", "says"), [([0, 2], "layer 2 after layer 0"), ([0, 1], "ended with layer 1")]
 )

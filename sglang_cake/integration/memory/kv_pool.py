@@ -483,17 +483,8 @@ class CudaKV(DeviceKV):
         self._kernel = RowKernel(self.rows, self.layout)
         self._kernel.compile(self._pieces)
 
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        """SGLang captures some CUDA graphs while it serves, in PyTorch's default mode. A thread of
-        the same mode that then asks for an event, or for memory, gets an error and spoils the
-        capture."""
-        with torch.inference_mode(), torch.cuda.device(self.device):
-            before = exchange_capture_mode(_THREAD_LOCAL)
-            try:
-                yield
-            finally:
-                exchange_capture_mode(before)
+    def here(self) -> contextlib.AbstractContextManager[object]:
+        return copying_thread(self.device)
 
     def fence(self) -> Fence:
         return tuple(_recorded(stream) for stream in self.streams.of_sglang)
@@ -559,6 +550,21 @@ class CudaKV(DeviceKV):
         stream.wait_stream(self.streams.out)
         if self.remote_writes:  # another server may get the rows that the slots leave
             self.wait_for_copies()
+
+
+@contextlib.contextmanager
+def copying_thread(device: torch.device) -> Iterator[None]:
+    """The calling thread copies on `device`, beside the thread of SGLang's scheduler.
+
+    SGLang captures some CUDA graphs while it serves, in PyTorch's default mode. A thread of the
+    same mode that then asks for an event, or for memory, gets an error and spoils the capture.
+    """
+    with torch.inference_mode(), torch.cuda.device(device):
+        before = exchange_capture_mode(_THREAD_LOCAL)
+        try:
+            yield
+        finally:
+            exchange_capture_mode(before)
 
 
 def exchange_capture_mode(mode: int) -> int:

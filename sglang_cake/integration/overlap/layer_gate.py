@@ -18,14 +18,14 @@ device, so that only time in which the device is idle counts as waited.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
 from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import CakeError, ConfigError, RunaheadError
 from sglang_cake.integration.boundary import BOUNDARY
-from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, copying_thread
 
 if TYPE_CHECKING:
     from sglang_cake.runahead.kv_passing import KvPassing
@@ -62,7 +62,7 @@ class PoolRows:
         with torch.inference_mode():
             self._gather(layer, slots, torch.frombuffer(out, dtype=torch.uint8))
 
-    def write(self, layer: int, slots: torch.Tensor, data: PartBytes, skip: int) -> Copy:
+    def write(self, layer: int, slots: torch.Tensor, data: PartBytes, skip: int) -> Any:
         with torch.inference_mode():
             self._scatter(layer, slots, torch.frombuffer(data, dtype=torch.uint8), skip)
         return Copy()
@@ -120,7 +120,7 @@ class CudaRows(PoolRows):
     def buffer(self, size_bytes: int) -> PartBytes:
         if self._on_device:
             return self._empty(size_bytes)
-        with torch.cuda.device(self._device):
+        with copying_thread(self._device):
             pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         return memoryview(pinned.numpy())  # type: ignore[arg-type]
 
@@ -128,24 +128,22 @@ class CudaRows(PoolRows):
         self._in.wait_stream(self._current())
 
     def read(self, layer: int, slots: torch.Tensor, out: PartBytes) -> None:
-        with torch.cuda.stream(self._out), torch.inference_mode():
+        with copying_thread(self._device), torch.cuda.stream(self._out):
             self._out.wait_event(self._written[layer])
             part = out if self._on_device else self._empty(len(out))
             self._gather(layer, slots, part)
             if not self._on_device:
                 torch.frombuffer(out, dtype=torch.uint8).copy_(part, non_blocking=True)
-            copy = self._event(self._out)
-        copy.synchronize()
+            self._event(self._out).synchronize()
 
-    def write(self, layer: int, slots: torch.Tensor, data: PartBytes, skip: int) -> Copy:
-        with torch.cuda.stream(self._in), torch.inference_mode():
+    def write(self, layer: int, slots: torch.Tensor, data: PartBytes, skip: int) -> Any:
+        with copying_thread(self._device), torch.cuda.stream(self._in):
             part = data if self._on_device else self._empty(len(data))
             if not self._on_device:
                 part.copy_(torch.frombuffer(data, dtype=torch.uint8), non_blocking=True)
             self._scatter(layer, slots, part, skip)
-            written = self._event(self._in)
-            self._in_pool[layer] = written
-        return Copy(written, written, (part,))
+            written = self._in_pool[layer] = self._event(self._in)
+        return _PartCopy(self._device, written, part)
 
     # ---- where the forward is ----
 
@@ -181,6 +179,19 @@ class CudaRows(PoolRows):
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it yields the processor
         event.record(stream)
         return event
+
+
+class _PartCopy(NamedTuple):
+    """A part on its way into the pool. `part` must live until that copy is complete."""
+
+    device: torch.device
+    event: torch.cuda.Event
+    part: torch.Tensor
+
+    def wait(self) -> None:
+        """Block the calling thread until the copy is complete."""
+        with copying_thread(self.device):
+            self.event.synchronize()
 
 
 class Passage(Protocol):

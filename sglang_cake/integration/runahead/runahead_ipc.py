@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from sglang_cake.core import untrusted
+from sglang_cake.integration.memory.kv_pool import copying_thread
 from sglang_cake.runahead.one_sided_transport import BUFFER_BYTES
 
 # The fields of `UntypedStorage._share_cuda_`: device, memory, offsets, and an event.
@@ -63,11 +64,11 @@ class IpcEngine:
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Copy, and wait until the copy is complete."""
-        with torch.cuda.stream(self._stream), torch.inference_mode():
+        with copying_thread(self._device), torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
-        done.synchronize()
+            done.synchronize()
 
     def _of(self, session: str) -> torch.Tensor:
         """The memory of a peer, opened if needed. Raises: ValueError, RuntimeError."""
@@ -83,7 +84,7 @@ class IpcEngine:
 
     def _open(self, session: str) -> torch.Tensor:
         _, *handle = read(session)
-        with torch.cuda.device(self._device):
+        with copying_thread(self._device):
             # Opened on our device: device numbers may differ between processes.
             storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *handle)
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
