@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import killed_writers
 import pytest
@@ -260,13 +261,15 @@ class Quota:
 
     def __init__(self, root, monkeypatch, most_blocks):
         self.root, self.most_blocks, self.refused = root, most_blocks, 0
-        self._writev = os.writev
-        monkeypatch.setattr(os, "writev", self._write)
+        for module, name in ((os, "writev"), (os, "posix_fallocate"), (sqlite3, "connect")):
+            monkeypatch.setattr(module, name, partial(self._write, getattr(module, name)))
 
-    def _write(self, fd, views):
-        blocks = sum(len(path.name) == 64 for path in files_below(self.root))
-        if blocks < self.most_blocks:
-            return self._writev(fd, views)
+    def blocks(self):
+        return sum(len(path.name) == 64 for path in files_below(self.root))
+
+    def _write(self, original, *args, **options):
+        if self.blocks() < self.most_blocks:
+            return original(*args, **options)
         self.refused += 1
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
@@ -300,6 +303,16 @@ def test_block_folder_beyond_a_quota_of_the_disk_evicts_the_oldest_blocks(tmp_pa
         assert fill(disk, [folder], range(100, 110)) == list(range(100, 110))
         assert folder.evictions().evicted_blocks == 29
     assert quota.refused == 1
+
+
+def test_block_folder_quota_used_up_at_start_makes_room_for_its_index(tmp_path, monkeypatch):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(30):
+            put(folder, name)
+    quota = Quota(tmp_path, monkeypatch, 20)
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        assert quota.blocks() == 19
+        assert put(folder, 1000)
 
 
 def test_block_folder_beyond_a_quota_several_instances_evict_what_they_put(tmp_path, monkeypatch):

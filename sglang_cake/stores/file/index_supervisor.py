@@ -2,10 +2,12 @@
 elects the process that leads eviction, and evicts ahead of the need."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import sqlite3
+import tempfile
 import threading
 import time
 from collections import deque
@@ -422,8 +424,16 @@ class IndexSupervisor:
 
 
 def _has_room(root: Path) -> bool:
+    """Whether files of ROOM_BYTES fit. A quota of a user is seen only by making one."""
     disk = os.statvfs(root)
-    return disk.f_bavail * disk.f_frsize >= ROOM_BYTES
+    if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=root) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    except OSError as error:
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+    return True
 
 
 def _is_mounted(root: Path) -> bool:
