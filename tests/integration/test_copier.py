@@ -280,6 +280,17 @@ def test_copier_close_completes_what_it_was_given() -> None:
     assert not harness.kv.thread.is_alive()
 
 
+def test_copier_whose_thread_cannot_use_the_device_is_not_made() -> None:
+    kv: Any = SlowKV()
+
+    def here() -> None:
+        raise RuntimeError("no such device")
+
+    kv.here = here
+    with pytest.raises(RuntimeError, match="no such device"):
+        CopyThread(kv)
+
+
 def test_copier_of_the_same_thread_completes_at_once() -> None:
     kv: Any = SlowKV()
     staged_pool = BufferPool([host_bytes()])

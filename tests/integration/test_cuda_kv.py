@@ -1,6 +1,7 @@
 """Copies of blocks are ordered with forwards on a GPU, whatever order the streams run in, and take
 no more device memory than they may."""
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,6 +44,8 @@ from sglang_cake.integration.memory.kv_pool import (
     CopyMemory,
     CopyStreams,
     CudaKV,
+    capture_mode_exchange,
+    exchange_capture_mode,
     pieces_of,
 )
 from sglang_cake.integration.overlap.layer_gate import CudaRows
@@ -719,3 +722,21 @@ def test_end_states_forwards_wait_for_the_copies_of_all_parts(
     harness.run()
     assert len(seen) == 3
     assert all(seen)
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_capture_mode_without_the_library_of_the_driver_is_left_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hip: str | None
+) -> None:
+    """As on a machine whose ROCm is elsewhere: captures may fail, and nothing else."""
+
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    capture_mode_exchange.cache_clear()
+    assert [exchange_capture_mode(mode) for mode in (1, 0)] == [1, 0]
+    (line,) = caplog.messages
+    assert ("libc10_hip.so" if hip else "libcuda.so.1") in line
+    capture_mode_exchange.cache_clear()

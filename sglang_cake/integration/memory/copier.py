@@ -242,7 +242,10 @@ class Copier:
 
 
 class CopyThread(Copier):
-    """The same in a thread of its own, which never waits for one copy while another could start."""
+    """The same in a thread of its own, which never waits for one copy while another could start.
+
+    Raises: what `DeviceKV.here` raises in that thread.
+    """
 
     def __init__(
         self,
@@ -253,8 +256,12 @@ class CopyThread(Copier):
     ) -> None:
         super().__init__(kv, patience_s=patience_s, movers=movers)
         self._jobs: queue.SimpleQueue[Callable[[], _UnderWay | None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="cake-copy", daemon=True)
+        began: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(began,), name="cake-copy", daemon=True
+        )
         self._thread.start()
+        began.result()
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -263,10 +270,16 @@ class CopyThread(Copier):
     def _post(self, begin: Callable[[], _UnderWay | None]) -> None:
         self._jobs.put(begin)
 
-    def _run(self) -> None:
+    def _run(self, began: "Future[None]") -> None:
         under_way: deque[_UnderWay] = deque()
         closing = False
-        with self._kv.here():
+        with contextlib.ExitStack() as ends:
+            try:
+                ends.enter_context(self._kv.here())
+            except BaseException as error:
+                began.set_exception(error)
+                return
+            began.set_result(None)
             while under_way or not closing:
                 begin: Callable[[], _UnderWay | None] | None = None
                 with contextlib.suppress(queue.Empty):

@@ -3,11 +3,13 @@
 import contextlib
 import ctypes
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,8 @@ from sglang_cake.integration.memory.pool_planes import (
     pool_planes,
     translation_of,
 )
+
+logger = logging.getLogger("sglang_cake")
 
 COPY_BYTES = 128 * 2**20  # at most, of device memory, for the copies of a process
 PIECE_BYTES = 24 * 2**20  # of a block, at most, that one DMA and one kernel move
@@ -569,12 +573,27 @@ def copying_thread(device: torch.device) -> Iterator[None]:
 
 def exchange_capture_mode(mode: int) -> int:
     """Set which captures of CUDA graphs the calling thread heeds, and return the former mode.
-    PyTorch has it for C++ alone. Raises: RuntimeError."""
+    Raises: RuntimeError."""
     given = ctypes.c_int(mode)
-    error = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(given))
+    exchange = capture_mode_exchange()
+    error = exchange(ctypes.byref(given)) if exchange else 0
     if error:
-        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode: error {error}")
+        raise RuntimeError(f"the mode of captures could not be set: error {error} of the driver")
     return given.value
+
+
+@cache
+def capture_mode_exchange() -> Callable[[Any], int] | None:
+    """The function of the driver, which PyTorch has for C++ alone; None: it was not found."""
+    try:
+        if torch.version.hip is None:
+            return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        # The name of ROCm's library has a version. It is found by a library that depends on it.
+        library = Path(torch.__file__).parent / "lib" / "libc10_hip.so"
+        return ctypes.CDLL(str(library)).hipThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError) as error:
+        logger.warning("a graph that is captured while blocks are copied may fail: %s", error)
+        return None
 
 
 @contextlib.contextmanager
