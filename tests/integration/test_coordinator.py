@@ -29,11 +29,11 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.metrics import Metrics
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import rank_consensus
-from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
+from sglang_cake.integration.scheduler.coordinator import NEAR, RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost, work_of
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import ROUND_TOKENS
@@ -442,6 +442,101 @@ def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
         auto.coordinator.poll(rids)
         assert len(asked) == poll * RECONSIDERED
     assert sorted(asked) == sorted(rids)
+
+
+def crowd(harness: CoordinatorHarness, count: int, *, tokens: int = 16) -> list[FakeReq]:
+    """So many prompts that wait, of which nothing is stored."""
+    reqs = [FakeReq(f"ahead{i}", array("q", [5000 + i]) * tokens) for i in range(count)]
+    for req in reqs:
+        harness.arrive(req)
+    return reqs
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_coordinator_prompt_behind_many_is_loaded_once_it_is_near(
+    auto: CoordinatorHarness, has_keys: bool
+) -> None:
+    ahead, req, last = crowd(auto, NEAR), req_of(4.5), req_of(3.5, "last")
+    if not has_keys:
+        last.session = object()
+    keys = auto.fill(req.origin_input_ids, set(range(4)))
+    auto.arrive(req)
+    auto.arrive(last)
+    auto.poll(*ahead, req, last, times=2)
+    assert auto.slow.waiting == []
+    assert [auto.coordinator.is_far(each) for each in (ahead[-1], req, last)] == [False, True, True]
+    auto.leave(ahead[0])
+    auto.poll(*ahead[1:], req, last)
+    assert [auto.coordinator.is_far(each) for each in (req, last)] == [False, True]
+    assert auto.slow.waiting == [keys[3], keys[2]]
+    auto.leave(ahead[1])
+    auto.poll(*ahead[2:], req, last)
+    assert not auto.coordinator.is_far(last)
+
+
+def test_coordinator_prompt_that_was_near_stays_so_behind_later_ones(
+    auto: CoordinatorHarness,
+) -> None:
+    """Its blocks are in host memory, which others need."""
+    req = req_of(4.5)
+    keys = auto.fill(req.origin_input_ids, set(range(4)))
+    auto.arrive(req)
+    auto.poll(req)
+    before = crowd(auto, 2 * NEAR)  # of a higher priority
+    auto.poll(*before, req)
+    assert not auto.coordinator.is_far(req)
+    assert auto.coordinator.is_far(before[-1])
+    auto.open(keys[3])
+    auto.poll(*before, req, times=2)
+    assert auto.coordinator.live[req.rid].meet.landed_blocks == 1
+
+
+def test_coordinator_short_prompts_that_fit_two_steps_are_near(auto: CoordinatorHarness) -> None:
+    chunk_tokens = auto.step_costs.chunk_tokens = 4 * NEAR
+    reqs = crowd(auto, 5 * NEAR, tokens=2)
+    auto.poll(*reqs)
+    assert sum(not auto.coordinator.is_far(req) for req in reqs) == 2 * chunk_tokens / 2
+
+
+def test_coordinator_switched_off_while_requests_are_far_lets_them_go(
+    auto: CoordinatorHarness,
+) -> None:
+    reqs = crowd(auto, 2 * NEAR)
+    auto.poll(*reqs)
+    assert auto.coordinator.is_far(reqs[-1])
+    auto.coordinator.switch_off()
+    assert not auto.coordinator.is_far(reqs[-1])
+
+
+def test_coordinator_arrivals_between_two_polls_add_up_the_work_before_them(
+    auto: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as the next poll counts, and each record is asked once."""
+    auto.poll()
+    asked: list[str] = []
+    work = PromptRecord.device_work.fget
+    assert work is not None
+    monkeypatch.setattr(
+        PromptRecord,
+        "device_work",
+        property(lambda record: (asked.append(record.rid), work(record))[1]),
+    )
+    told: list[StepWork] = []
+    decide = auto.step_costs.decision_at_arrival
+    monkeypatch.setattr(
+        auto.step_costs,
+        "decision_at_arrival",
+        lambda record, config, ahead: (told.append(ahead), decide(record, config, ahead))[1],
+    )
+    reqs = crowd(auto, 3)
+    plain = FakeReq("plain", array("q", range(40)))
+    plain.session = object()
+    auto.arrive(plain)
+    last = req_of(4.5)
+    auto.arrive(last)
+    each = work_of(0, 16)
+    assert told == [StepWork(), each, each + each, each + each + each + work_of(0, 40)]
+    assert asked == [*(req.rid for req in reqs), last.rid]
 
 
 def test_coordinator_step_without_changes_predicts_the_remaining_time(

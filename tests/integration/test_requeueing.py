@@ -21,10 +21,11 @@ from sglang.srt.managers.scheduler import Scheduler as SchedulerOfSGLang
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.request.request_metadata import most_slots
 from sglang_cake.integration.scheduler import queue_order, scheduler_hooks
-from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.coordinator import NEAR, Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import SharedCosts
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.planner import Outlook, StepPlan
+from sglang_cake.loading.priority import ROUND_TOKENS
 
 Make = Callable[..., "ChunkedAdmission"]
 PROMPT = 4 * BLOCK + 8  # tokens of each request
@@ -1000,6 +1001,65 @@ def test_queue_order_prompt_that_let_others_go_first_keeps_its_place_against_hig
     admission.queue[:] = [admission.req("urgent", priority=5), stored]  # in SGLang's order
     queue_order.sort_queue(admission.queue, admission.base.coordinator)
     assert [req.rid for req in admission.queue] == ["stored", "urgent"]
+
+
+@pytest.mark.parametrize("priority", ["adaptive", "fair"])
+def test_queue_order_long_queue_is_sorted_as_far_as_requests_are_near(
+    admissions: Make, priority: str
+) -> None:
+    admission = admissions(priority)
+    stored = admission.req("stored", stored=True)
+    near = [FakeReq(f"near{i}", array("q", [i])) for i in range(NEAR)]
+    far = FakeReq("far", array("q", [0]))
+    admission.coordinator.poll(["stored"])
+    admission.queue[:] = [stored, *near, far]
+    queue_order.sort_queue(admission.queue, admission.base.coordinator)
+    assert [*admission.queue] == [*near[:-1], stored, near[-1], far]
+
+
+def test_queue_order_tenant_whose_round_it_is_comes_near(admissions: Make) -> None:
+    admission = admissions("fair")
+    many = [FakeReq(f"a{i}", array("q", [i])) for i in range(2 * NEAR)]
+    one = FakeReq("b", array("q", [0]))
+    one.cache_salt = "b"
+    for req in (*many, one):
+        req.session = object()  # without keys
+        admission.base.arrive(req)
+    admission.coordinator.poll([req.rid for req in (*many, one)])
+    admission.coordinator.claimed(many[0], ROUND_TOKENS + 1)
+    admission.queue[:] = [*many, one]
+    queue_order.sort_queue(admission.queue, admission.base.coordinator)
+    assert admission.queue[0] is one
+
+
+def test_queue_order_prefill_that_is_due_comes_near_among_higher_priorities(
+    admissions: Make,
+) -> None:
+    admission = admissions(priorities=True)
+    stored = admission.req("stored", stored=True, priority=0)
+    admission.coordinator.poll(["stored"])
+    admission.wait(stored)
+    admission.land(stored)
+    urgent = [FakeReq(f"urgent{i}", array("q", [i])) for i in range(2 * NEAR)]
+    for each in urgent:
+        each.priority = 5
+    admission.queue[:] = [*urgent, stored]  # in SGLang's order
+    queue_order.sort_queue(admission.queue, admission.base.coordinator)
+    assert admission.queue[0] is stored
+
+
+def test_far_request_ends_the_admission_to_a_step(admissions: Make) -> None:
+    """All requests after it are far, too: to ask each of them takes long."""
+    admission = admissions(mode="auto")
+    reqs = [admission.req(f"r{i}") for i in range(2 * NEAR)]
+    admission.coordinator.poll([])
+    admission.coordinator.poll([req.rid for req in reqs])
+    adder = prefill_adder(
+        admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64, slots=ROOM.slots
+    )
+    assert adder.add_one_req(reqs[-1], False, None) == AddReqResult.OTHER
+    assert admission.coordinator.waiting
+    assert not adder.preempt_to_schedule(reqs[-1])  # nor does it take the memory of others
 
 
 def test_queue_order_prefill_of_prompts_that_wait_beyond_a_chunk_is_not_due(

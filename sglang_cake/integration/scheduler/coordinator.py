@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -42,7 +42,7 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.prompt_loads import PromptLoads
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
+from sglang_cake.loading.cost_model import PromptCosts, StepWork, TierLoads, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
@@ -54,6 +54,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang_cake")
 
 
+# A poll looks only at requests that are near: the first so many, and at least as many as fill two
+# steps. Only the first NEAR are sorted. Each of them costs tens of microseconds a step. SGLang does
+# not match prefixes for its order in a queue of more than 128.
+NEAR = 128
 # For so many waiting requests, each poll decides again whether to load: each costs a prediction.
 RECONSIDERED = 8
 # Only the first so many prompts that the link serves shorten steps of others.
@@ -95,6 +99,10 @@ class _WithoutKeys(NamedTuple):
     tenant: int
     rest: Span
     since_s: float | None = None
+
+
+def _never(usable: Sequence[bool], tiers: TierLoads) -> bool:
+    return False
 
 
 class EndMemory(Protocol):
@@ -175,10 +183,14 @@ class Coordinator:
         self._tenants = TenantTokens()
         # The shared clock when a request that has lost its record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
-        self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
+        # Ids of the last poll. With several ranks, only requests that are near are scheduled.
+        self._near: frozenset[str] = frozenset()
+        self._far: frozenset[str] = frozenset()
         self._fcfs = FcfsSchedule(lambda tokens: step_costs.queue_s(work_of(*tokens)))
-        # How many prompts were in prefill, or waited for it, at the last poll.
+        # How many prompts were in prefill, or waited for it, at the last poll; and since then.
         self._prompt_count = 0
+        self._arrived_count = 0
+        self._ahead: StepWork | None = None  # of a prompt that arrives now; None: not known yet
         self._step = _Step()
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
@@ -240,7 +252,12 @@ class Coordinator:
             matched=partial(matched, tokens, limit),
             may_overlap=may_overlap_last_step(req) and not key_chain.media,
         )
-        self._look_up(record)
+        self._arrived_count += 1
+        ahead = None
+        if self._prompt_count + self._arrived_count <= NEAR:
+            ahead = self._work_ahead()
+            self._ahead = ahead + record.device_work
+        self._look_up(record, ahead)
         self._reporter.write_event(
             record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens
         )
@@ -253,6 +270,9 @@ class Coordinator:
         self._tenants.arrives(tenant)
         rest = Span(front, len(req.origin_input_ids) + len(req.output_ids))
         self._without_keys[req.rid] = _WithoutKeys(next(self._numbers), tenant, rest)
+        self._arrived_count += 1
+        if self._ahead is not None:
+            self._ahead += work_of(*rest)
 
     def _leave_without_keys(self, rid: str) -> None:
         if (prompt := self._without_keys.pop(rid, None)) is not None:
@@ -335,6 +355,7 @@ class Coordinator:
         """End every request: the tree is being emptied, or the weights change."""
         for rid in list(self._records):
             self.release(rid)
+        self._far = frozenset()
 
     def emptied(self) -> None:
         """The tree is being emptied."""
@@ -413,12 +434,15 @@ class Coordinator:
         went_on = self.waiting or self._step.prefills
         self.waiting = False
         self.loads_over_in_s = math.inf
-        serving = list(dict.fromkeys(serving))  # several requests may have one id
-        polled = frozenset(serving)
-        if not self._consensus.alone:
-            self._polled = polled
-        for rid in [rid for rid in self._without_keys if rid not in polled]:
+        served = dict.fromkeys(serving)  # several requests may have one id
+        for rid in [rid for rid in self._without_keys if rid not in served]:
             self._leave_without_keys(rid)  # in order of arrival, as on the other ranks
+        self._prompt_count = len(served)
+        self._arrived_count = 0
+        self._ahead = None
+        serving = self._nearest(served)
+        self._near = frozenset(serving)
+        self._far = frozenset(served) - self._near
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
@@ -462,6 +486,10 @@ class Coordinator:
 
     # ---- one request of the step ----
 
+    def is_far(self, req: "Req") -> bool:
+        """Whether the last poll did not look at this request, nor at any after it."""
+        return req.rid in self._far and not self.off_here
+
     def awaits_lookup(self, req: "Req") -> bool:
         """Whether a waiting request stays in the queue while its lookup is under way; with several
         ranks, also until they have agreed that all of them have its record."""
@@ -469,7 +497,7 @@ class Coordinator:
         waits = record is not None and self._awaits_lookup(record)
         if record is not None and waits:
             self._add_wait(record, 0.0, work_of(*record.rest))
-        waits |= not self._consensus.alone and req.rid not in self._polled
+        waits |= not self._consensus.alone and req.rid not in self._near
         self.waiting |= waits
         return waits
 
@@ -715,6 +743,15 @@ class Coordinator:
         record.queue.prefill_due = True
         self._reporter.write_event(record, "yield")
 
+    def rough_place(self, req: "Req") -> tuple[bool, int, int]:
+        """By this, lowest first, a long queue is sorted before its first NEAR requests are."""
+        tenant_round = 0
+        if self.fair:
+            record = self.record(req)
+            tenant = tenant_of(req) if record is None else record.facts.tenant
+            tenant_round = self._tenants.round_of(tenant)
+        return not self.prefill_due(req), self._level(req), tenant_round
+
     def prefill_due(self, req: "Req") -> bool:
         """Whether the prefill of the request is due (`QueueEntry`)."""
         record = self.record(req)
@@ -782,6 +819,25 @@ class Coordinator:
 
     # ---- parts of `poll` ----
 
+    def _nearest(self, serving: Iterable[str]) -> list[str]:
+        """Those of the requests that are near. One that was near stays so, since its blocks may be
+        in host memory."""
+        near: list[str] = []
+        tokens = 0
+        for rid in serving:
+            first = len(near) < NEAR or tokens < 2 * self.step_costs.chunk_tokens
+            if first or rid in self._near:
+                near.append(rid)
+                tokens += self._rest(rid).tokens
+        return near
+
+    def _rest(self, rid: str) -> Span:
+        """The tokens of a prompt that are not in the tree yet."""
+        if (record := self._records.get(rid)) is not None:
+            return record.rest
+        prompt = self._without_keys.get(rid)
+        return Span(0, 0) if prompt is None else prompt.rest
+
     def _attempt(self, failures: list[Exception], action: Callable[[], None]) -> None:
         try:
             action()
@@ -797,9 +853,7 @@ class Coordinator:
             costs=self.step_costs.own,
         )
         # In this order: an idle link has read no block that is not among the events.
-        self.prompt_loads.measure(
-            [record for record in self._records.values() if record.awaits_loader]
-        )
+        self.prompt_loads.measure(self._awaiting())
         self.prompt_loads.take_events()
         self._device_slots.check_copies()
 
@@ -818,8 +872,14 @@ class Coordinator:
                 self.prompt_loads.stop_loading(record, "ended")
                 load_id = f"{record.rid}#{next(self._numbers)}"
                 anew = record.looked_up_anew(load_id, front)
-                self._look_up(anew)
+                ahead = sum((live.device_work for live in self._ahead_of(record)), StepWork())
+                ahead = sum(map(self._work_without_keys, self._without_keys), ahead)
+                self._look_up(anew, ahead)
                 self._counters.add("repeated_lookups")
+
+    def _awaiting(self) -> list[PromptRecord]:
+        near = (record for rid, record in self._records.items() if rid not in self._far)
+        return [record for record in near if record.awaits_loader]
 
     def _vote(self, serving: Sequence[str]) -> tuple[list[PromptRecord], list[bool]]:
         """The requests that await the loader, in the same order on every rank, and which of them
@@ -827,8 +887,8 @@ class Coordinator:
         ranks, and does not count as work ahead. If a rank has failed, all begin anew."""
         if self._consensus.alone:
             self.prompt_loads.now_s = time.monotonic()
-            live = [record for record in self._records.values() if record.awaits_loader]
-            return live, [True] * len(live)
+            awaiting = self._awaiting()
+            return awaiting, [True] * len(awaiting)
         rids = sorted(serving)
         records = [self._records.get(rid) for rid in rids]
         vote = self._consensus.vote(records, failed=self.failed, evicts=self.tree_evicts)
@@ -948,18 +1008,12 @@ class Coordinator:
             went_on: a prompt was prefilled, or held back, since the last poll.
         """
 
-        def rest(rid: str) -> Span:
-            if (record := self._records.get(rid)) is not None:
-                return record.rest
-            prompt = self._without_keys.get(rid)
-            return Span(0, 0) if prompt is None else prompt.rest
-
         def matched(rid: str) -> int:
             record = self._records.get(rid)
             return 0 if record is None else record.stats.matched_tokens
 
         now_s = self.prompt_loads.now_s
-        self._fcfs.polled(now_s, ready, rest=rest, matched=matched, went_on=went_on)
+        self._fcfs.polled(now_s, ready, rest=self._rest, matched=matched, went_on=went_on)
 
     def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
@@ -977,7 +1031,6 @@ class Coordinator:
         if with_memory is not None:
             self._device_slots.reserve(with_memory, self.step_costs.blocks_ahead(with_memory))
         self.prompt_loads.serve(served, with_memory)
-        self._prompt_count = len(serving)
         self._step = _Step(passed=list(self._ends_of_loads(served[:PASSED])))
         if with_memory is not None and self.prompt_loads.lacks_buffers:
             self._make_room(with_memory, live)
@@ -1015,7 +1068,7 @@ class Coordinator:
         this rank alone; the vote that follows ends its request on every rank. Only the launches of
         blocks that the next step attaches are waited for: the step needs them anyway. Copies that
         begin in the step itself are not seen here."""
-        for record in list(self._records.values()):
+        for record in self._awaiting():
             span = record.meet.island()
             blocks = [] if span is None else record.meet.blocks_of(span)
             if self._device_slots.copy_failed(record, blocks):
@@ -1122,11 +1175,17 @@ class Coordinator:
         self._records[record.rid] = record  # in the place of its former record, if it has one
         self.prompt_loads.expect(record)
 
-    def _look_up(self, record: PromptRecord) -> None:
-        """Keep a new record, have its blocks looked up, and loaded if that seems worth it."""
-        ahead = sum((live.device_work for live in self._ahead_of(record)), StepWork())
-        ahead = sum(map(self._work_without_keys, self._without_keys), ahead)
+    def _look_up(self, record: PromptRecord, ahead: StepWork | None) -> None:
+        """Keep a new record, have its blocks looked up, and loaded if that seems worth it.
+
+        Args:
+            ahead: the work of the device before this request. None: the request is far, and
+                nothing is loaded yet.
+        """
         self._keep(record)
+        loads_now: Callable[[Sequence[bool], TierLoads], bool] = _never
+        if ahead is not None:
+            loads_now = self.step_costs.decision_at_arrival(record, self._config, ahead)
         self._loader.begin(
             LoadRequest(
                 load_id=record.load_id,
@@ -1135,17 +1194,26 @@ class Coordinator:
                 block_count=record.meet.block_count,
                 first_block=record.meet.first_loadable,
                 facts=record.facts,
-                loads_now=self.step_costs.decision_at_arrival(record, self._config, ahead),
+                loads_now=loads_now,
                 take_over=partial(self._device_slots.take_bytes, record),
                 end_blocks=self._end_blocks,
             )
         )
 
-    def _ahead_of(self, record: PromptRecord) -> Iterator[PromptRecord]:
-        """Prompts with keys that came before this one and are computed before it. Where priorities
-        adapt, prompts that are being loaded let it go first."""
+    def _work_ahead(self) -> StepWork:
+        """The work of the device before a prompt that arrives now. Prompts that leave before the
+        next poll still count."""
+        if self._ahead is None:
+            ahead = sum((live.device_work for live in self._ahead_of()), StepWork())
+            self._ahead = sum(map(self._work_without_keys, self._without_keys), ahead)
+        return self._ahead
+
+    def _ahead_of(self, record: PromptRecord | None = None) -> Iterator[PromptRecord]:
+        """Prompts with keys that came before this one, or before one that comes now, and are
+        computed before it. Where priorities adapt, prompts that are being loaded let it go first.
+        """
         for live in self._records.values():
-            if live.rid == record.rid:
+            if record is not None and live.rid == record.rid:
                 return
             if live.stats.prefill_s is None and not (self.adaptive and live.loading):
                 yield live

@@ -334,6 +334,9 @@ class CakePrefillAdder(PrefillAdder):
         tree, coordinator = self._cake()
         if coordinator is None:
             return AS_SGLANG
+        if coordinator.is_far(req):
+            coordinator.waiting = True
+            return Skip(AddReqResult.OTHER)  # and no later request is admitted
         if coordinator.awaits_lookup(req):
             return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
         with coordinator.timed():
@@ -558,6 +561,8 @@ class CakePrefillAdder(PrefillAdder):
         _, coordinator = self._cake()
         if coordinator is None:
             return False
+        if coordinator.is_far(req):
+            return True
         chunked = self._scheduler.chunked_req is not None or self.new_chunked_req is not None
         most = self._passing_tokens(req)
         if most == 0 or (chunked and most is not None) or self._keeps_device(req):

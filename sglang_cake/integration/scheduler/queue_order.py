@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.request.request_metadata import most_slots
+from sglang_cake.integration.scheduler.coordinator import NEAR
 from sglang_cake.loading.priority import order, preempts
 
 if TYPE_CHECKING:
@@ -46,17 +47,20 @@ class StepBudget(NamedTuple):
 
 
 def sort_queue(queue: "list[Req]", coordinator: "Coordinator") -> None:
-    """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first, but not
-    against prompts whose prefill is due."""
+    """Reorder the first NEAR requests of SGLang's waiting queue in place. Priorities, where they
+    count, stay first, but not against prompts whose prefill is due."""
     if not coordinator.adaptive:
         if coordinator.priority_sign:
             queue.sort(key=lambda req: not coordinator.prefill_due(req))
         return
+    if len(queue) > NEAR and (coordinator.fair or coordinator.priority_sign):
+        queue.sort(key=coordinator.rough_place)
+    near = queue[:NEAR]
     # An entry also notes since when a request waits, which counts for fairness.
     several = len(queue) > 1
-    if coordinator.fair or (several and any(coordinator.ever_asked(req) for req in queue)):
-        entries = [coordinator.queue_entry(req) for req in queue]
-        queue[:] = [queue[i] for i in order(entries)]
+    if coordinator.fair or (several and any(coordinator.ever_asked(req) for req in near)):
+        entries = [coordinator.queue_entry(req) for req in near]
+        queue[:NEAR] = [near[i] for i in order(entries)]
 
 
 def serving(
@@ -81,7 +85,8 @@ def serving(
     preemptible = fits and coordinator.adaptive and coordinator.loading(chunked)
     if preemptible and may_requeue(chunked, coordinator):
         running = coordinator.queue_entry(chunked)
-        waiting = [coordinator.queue_entry(req) for req in queue if coordinator.loading(req)]
+        near = queue[:NEAR]
+        waiting = [coordinator.queue_entry(req) for req in near if coordinator.loading(req)]
         ahead = [each.rid for each in waiting if each.waits_for_loads and preempts(each, running)]
     first = {*ahead, chunked.rid}
     return [*ahead, chunked.rid, *(req.rid for req in queue if req.rid not in first)]
@@ -111,7 +116,7 @@ def find_preemptor(
         other = coordinator.record(req)
         return one is not None and other is not None and one.arrival < other.arrival
 
-    return next(_able(filter(goes_first, queue), coordinator, budget), None)
+    return next(_able(filter(goes_first, queue[:NEAR]), coordinator, budget), None)
 
 
 def may_yield(
@@ -128,7 +133,7 @@ def may_yield(
     if record is None:
         return False
     others_tokens = 0
-    for each in _able(queue, coordinator, budget):
+    for each in _able(queue[:NEAR], coordinator, budget):
         tokens = len(each.origin_input_ids) + len(each.output_ids)
         if tokens > budget.chunk_tokens and not may_requeue(each, coordinator):
             return False
