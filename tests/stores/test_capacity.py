@@ -817,6 +817,54 @@ def test_index_rebuilt_beside_a_damaged_folder_counts_the_other_blocks(tmp_path,
         assert put(folder, 3)
 
 
+@pytest.mark.parametrize("call", ["stat", "listdir", "scandir"])
+def test_index_rebuilt_beside_a_bad_sector_leaves_out_what_cannot_be_read(
+    tmp_path, monkeypatch, caplog, call
+):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        for name in range(3):
+            put(folder, name)
+    wreck(tmp_path, "absent")
+    bad = NamespaceFolder(tmp_path, DIGEST).block(key_of(0))
+    bad = {"stat": bad, "listdir": bad.parent, "scandir": bad.parent.parent}[call]
+    damaged, stat, real = bad.stat(), os.stat, getattr(os, call)
+
+    def fail_for_one(path, **options):
+        if os.path.samestat(stat(path, **options), damaged):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, call, fail_for_one)
+    with contextlib.closing(opened(tmp_path)) as folder:
+        until(lambda: folder.stats().blocks is not None, "the index is open")
+        assert folder.stats().blocks == 2
+        assert put(folder, 3)
+    assert caplog.text.count("left out") == 1
+    assert f"left out 1 files or folders that cannot be read, such as {bad}: " in caplog.text
+
+
+def test_index_that_cannot_be_rebuilt_is_tried_after_growing_pauses(tmp_path, monkeypatch):
+    opened(tmp_path).close()
+    wreck(tmp_path, "absent")
+    wait, pauses, tried = threading.Event.wait, [], threading.Event()
+
+    def short_wait(event, timeout=None):
+        if threading.current_thread().name != "cake-file-index":
+            return wait(event, timeout)
+        pauses.append(timeout)
+        if len(pauses) == 9:
+            tried.set()
+        return wait(event, 0.0)
+
+    monkeypatch.setattr(os, "scandir", failing(errno.EIO))  # the root itself is never left out
+    monkeypatch.setattr(threading.Event, "wait", short_wait)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    with waiting_for_the_index(0.0), contextlib.closing(opened(tmp_path)) as folder:
+        assert wait(tried, 60)
+        assert folder.stats().blocks is None
+    assert pauses[:9] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
 def test_block_folder_corrupt_files_that_cannot_be_listed_go_on_counting(folder, monkeypatch):
     put(folder, 0)
     with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.disk import DAMAGE_ERRORS
 from sglang_cake.stores.file.evictor import REST_S, Evictor
 from sglang_cake.stores.file.index import (
     WAL_BYTES,
@@ -27,7 +29,7 @@ from sglang_cake.stores.file.index import (
     put_aside,
 )
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
-from sglang_cake.stores.file.nofollow import lock, open_private
+from sglang_cake.stores.file.nofollow import LeavesOut, is_lasting, lock, open_private
 from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names
 from sglang_cake.stores.file.scan import (
     is_stale,
@@ -88,6 +90,8 @@ class IndexSupervisor:
         self._complained = ""
         self._damaged: os.stat_result | None = None  # the file in which damage was found during use
         self._has_checked_sums = False
+        self._rebuilding = Backoff()  # since each rebuild reads the whole folder
+        self._has_bad_sectors = False  # one ended a rebuild, and none succeeded since
         self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
 
@@ -230,7 +234,8 @@ class IndexSupervisor:
                 self._tick()
             except (sqlite3.Error, OSError, StoreUnavailable, StoreFull) as error:
                 self._complain(error)
-                self._closing.wait(TICK_S)  # also with pending calls: a broken disk needs a pause
+                # Also with pending calls: a broken disk needs a pause.
+                self._closing.wait(max(TICK_S, self._rebuilding.left_s(time.monotonic())))
             except Exception:  # a bug; the thread must go on, or nothing could be written
                 logger.exception("store %s: index", self._root)
                 self._closing.wait(TICK_S)
@@ -325,6 +330,8 @@ class IndexSupervisor:
         finally:
             os.close(held)
         self._has_checked_sums = False
+        self._rebuilding.reset()
+        self._has_bad_sectors = False
         self._index = index
         self._opened.set()
 
@@ -368,14 +375,41 @@ class IndexSupervisor:
         return index
 
     def _rebuild(self, index: BlockIndex) -> None:
+        """Fill the index from the files.
+
+        A bad sector (DAMAGE_ERRORS) ends the first try, as any error that may be one of a moment.
+        The next one leaves out what still cannot be read: it would end every try.
+        Raises: OSError; sqlite3.Error.
+        """
+        left_out = dict[tuple[str, ...], OSError]()
+
+        def leaves_out(error: OSError, names: tuple[str, ...]) -> bool:
+            if is_lasting(error, names):
+                return True
+            if self._has_bad_sectors and error.errno in DAMAGE_ERRORS:
+                left_out[names] = error
+                return True
+            return False
+
         started_s = time.monotonic()
         index.clear()
-        for digest in namespaces_in(self._root):
-            if self._closing.is_set():
+        try:
+            if not self._add_files(index, leaves_out):
                 return
-            own_bytes = self._descriptions.own_bytes(digest)
-            index.add_found(digest, own_bytes, scanned_files_in(self._root, digest))
+        except OSError as error:
+            self._has_bad_sectors |= error.errno in DAMAGE_ERRORS
+            self._rebuilding.start(time.monotonic())
+            raise
         index.mark_clean(_this_boot())
+        if left_out:
+            names, failure = next(iter(left_out.items()))
+            logger.warning(
+                "store %s: index: left out %d files or folders that cannot be read, such as %s: %s",
+                self._root,
+                len(left_out),
+                self._root.joinpath(*names),
+                failure.strerror,
+            )
         blocks, used_bytes = index.totals()
         logger.info(
             "store %s: indexed %d blocks, %.3f GB, in %.1f s",
@@ -384,6 +418,15 @@ class IndexSupervisor:
             used_bytes / 1e9,
             time.monotonic() - started_s,
         )
+
+    def _add_files(self, index: BlockIndex, leaves_out: LeavesOut) -> bool:
+        """Add all files; False if the store is closed meanwhile."""
+        for digest in namespaces_in(self._root):
+            if self._closing.is_set():
+                return False
+            own_bytes = self._descriptions.own_bytes(digest)
+            index.add_found(digest, own_bytes, scanned_files_in(self._root, digest, leaves_out))
+        return True
 
     def reclaim(self, index: BlockIndex) -> None:
         """Complete or remove the blocks of dead writers, and remove what is unused.

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+# Whether a listing leaves out what gave an error. Args: the error; names from the root to the file
+# or folder.
+LeavesOut = Callable[[OSError, tuple[str, ...]], bool]
 MOST_TRIES = 10  # of `in_folders`
 _LASTING = (
     errno.ENOENT,
@@ -146,41 +149,49 @@ def status_of(root: Path, *names: str) -> os.stat_result | None:
         return None
 
 
+def is_lasting(error: OSError, names: tuple[str, ...]) -> bool:
+    """Whether another try would give the error again: the file or folder is gone, another one or a
+    link has replaced it, it may not be read, or the file system reports it as damaged."""
+    return error.errno in _LASTING
+
+
 def files_in(
-    root: Path, *names: str, like: re.Pattern[str] | None = None
+    root: Path,
+    *names: str,
+    like: re.Pattern[str] | None = None,
+    leaves_out: LeavesOut = is_lasting,
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files in a folder, without those that `_unless_lasting` leaves out.
+    """The regular files in a folder.
 
-    Args: like: only those with such names.
+    Args:
+        like: only those with such names.
 
-    Raises: OSError, so that no file is missing for an error of a moment.
+    Raises: OSError, unless `leaves_out` tells to leave the file or the folder out. So no file is
+        missing for an error of a moment.
     """
-    with _unless_lasting(), opened(root, *names) as folder:
+    with _left_out(leaves_out, *names), opened(root, *names) as folder:
         there = os.listdir(folder)
         for name in there if like is None else filter(like.fullmatch, there):
-            with _unless_lasting():
+            with _left_out(leaves_out, *names, name):
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     yield name, status
 
 
-def folders_in(root: Path, *names: str) -> list[str]:
-    """The names of the folders in a folder, without links; none where `_unless_lasting` leaves it
-    out. Raises: OSError, as `files_in`."""
-    with _unless_lasting(), opened(root, *names) as folder, os.scandir(folder) as found:
+def folders_in(root: Path, *names: str, leaves_out: LeavesOut = is_lasting) -> list[str]:
+    """The names of the folders in a folder, without links; none where it is left out. Args and
+    errors as for `files_in`."""
+    with _left_out(leaves_out, *names), opened(root, *names) as folder, os.scandir(folder) as found:
         return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
     return []
 
 
 @contextlib.contextmanager
-def _unless_lasting() -> Iterator[None]:
-    """A context for a file or folder that is left out of a listing for an error that another try
-    would give again: it is gone, another one or a link has replaced it, it may not be read, or the
-    file system reports it as damaged."""
+def _left_out(leaves_out: LeavesOut, *names: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _LASTING:
+        if not leaves_out(error, names):
             raise
 
 

@@ -15,6 +15,7 @@ from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import on_disk_bytes
 from sglang_cake.stores.file.index import IndexReader, ScannedFile
+from sglang_cake.stores.file.nofollow import LeavesOut, is_lasting
 from sglang_cake.stores.file.paths import (
     CORRUPT,
     DIGEST_OR_KEY,
@@ -38,18 +39,24 @@ def namespaces_in(root: Path) -> list[Digest]:
 
 
 def shards_in(
-    root: Path, digest: Digest, *, remove_empty: bool = False
+    root: Path,
+    digest: Digest,
+    *,
+    remove_empty: bool = False,
+    leaves_out: LeavesOut = is_lasting,
 ) -> Iterator[tuple[str, str, str]]:
     """The folders of a namespace's blocks, as names below the root.
 
     Args:
         remove_empty: remove each folder that is empty after the caller has used it.
+        leaves_out: as for `nofollow.files_in`.
 
     Raises: OSError.
     """
     name = digest.hex()
-    for first in filter(SHARD.fullmatch, nofollow.folders_in(root, name)):
-        for second in filter(SHARD.fullmatch, nofollow.folders_in(root, name, first)):
+    for first in filter(SHARD.fullmatch, nofollow.folders_in(root, name, leaves_out=leaves_out)):
+        inner = nofollow.folders_in(root, name, first, leaves_out=leaves_out)
+        for second in filter(SHARD.fullmatch, inner):
             yield name, first, second
             if remove_empty:
                 nofollow.remove_empty(root, name, first, second)
@@ -93,20 +100,24 @@ def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
 
 
 def _block_files(
-    root: Path, shard: tuple[str, str, str]
+    root: Path, shard: tuple[str, str, str], leaves_out: LeavesOut = is_lasting
 ) -> Iterator[tuple[BlockKey, os.stat_result]]:
-    for name, status in nofollow.files_in(root, *shard, like=DIGEST_OR_KEY):
+    for name, status in nofollow.files_in(root, *shard, like=DIGEST_OR_KEY, leaves_out=leaves_out):
         yield BlockKey(bytes.fromhex(name)), status
 
 
 # ---- for a new index ----
 
 
-def scanned_files_in(root: Path, digest: Digest) -> Iterator[ScannedFile]:
+def scanned_files_in(root: Path, digest: Digest, leaves_out: LeavesOut) -> Iterator[ScannedFile]:
     """Every block file of a namespace, and those that were set aside.
 
-    Stale temporary files and empty folders are removed. Files and folders that vanish or that can
-    never be read are skipped. Raises: OSError.
+    Stale temporary files and empty folders are removed.
+
+    Args:
+        leaves_out: as for `nofollow.files_in`.
+
+    Raises: OSError.
     """
 
     def found(key: BlockKey | None, status: os.stat_result) -> ScannedFile:
@@ -114,26 +125,31 @@ def scanned_files_in(root: Path, digest: Digest) -> Iterator[ScannedFile]:
         taken_bytes = on_disk_bytes(root, status.st_blocks * 512)
         return ScannedFile(key, taken_bytes, status.st_mtime, max(status.st_atime, status.st_mtime))
 
-    for shard in shards_in(root, digest, remove_empty=True):
-        remove_stale(root, *shard)
-        for key, status in _block_files(root, shard):
+    for shard in shards_in(root, digest, remove_empty=True, leaves_out=leaves_out):
+        remove_stale(root, *shard, leaves_out=leaves_out)
+        for key, status in _block_files(root, shard, leaves_out):
             yield found(key, status)
-    for _, status in nofollow.files_in(root, digest.hex(), CORRUPT):
+    for _, status in nofollow.files_in(root, digest.hex(), CORRUPT, leaves_out=leaves_out):
         yield found(None, status)
 
 
 # ---- what killed writers left ----
 
 
-def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
+def remove_stale(
+    root: Path, *names: str, leaves_out: LeavesOut = is_lasting
+) -> tuple[int, set[str]]:
     """Remove temporary files of dead writers in one folder.
+
+    Args:
+        leaves_out: as for `nofollow.files_in`.
 
     Returns the number of removed files, and the writers (`this_process`) whose files are left.
     Raises: OSError.
     """
     removed = 0
     living = set[str]()
-    for name, status in nofollow.files_in(root, *names, like=TMP):
+    for name, status in nofollow.files_in(root, *names, like=TMP, leaves_out=leaves_out):
         owner = tmp_owner(name)
         if is_stale(owner, status.st_mtime):
             with contextlib.suppress(OSError):
