@@ -91,6 +91,10 @@ class Disk:
         self.asked: list[object] = []
         monkeypatch.setattr(os, "statvfs", self._ask)
 
+    def lose_its_size(self) -> None:
+        """From now on the size is not fixed, as that of a tmpfs with `size=0`."""
+        self.f_blocks = self.f_bavail = 0
+
     def clock(self) -> float:
         return self.now_s
 

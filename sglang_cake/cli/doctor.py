@@ -13,9 +13,9 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +33,7 @@ from sglang_cake.core.errors import ConfigError, PatchError, StoreError
 from sglang_cake.core.host_memory import available_bytes, buffer_counts, mib
 from sglang_cake.simulator.hardware import GPUS
 from sglang_cake.simulator.shapes import Shape, find_shape
+from sglang_cake.stores.file.disk import free_bytes
 from sglang_cake.stores.open_store import depths_of, parse_sources
 from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import redacted, split_urls
@@ -361,9 +362,12 @@ def _spaces(store: NamedStore, kv: KvSizes | None) -> list[Finding]:
     """The space of a folder; empty for other stores."""
     if (files := store.files) is None:
         return []
-    disk = shutil.disk_usage(files.path)
-    room_bytes = disk.free - files.min_free_bytes + (files.stats().used_bytes or 0)
+    room_bytes = math.inf
+    if (free := free_bytes(os.statvfs(files.path))) is not None:
+        room_bytes = free - files.min_free_bytes + (files.stats().used_bytes or 0)
     usable_bytes = min(room_bytes, files.capacity_bytes or room_bytes)
+    if usable_bytes == math.inf:
+        return [_ok("space", f"no limit in {files.path}")]
     text = f"{size_text(usable_bytes)} in {files.path}"
     if kv is not None:
         text += f", for the KV of {count_text(usable_bytes / kv.stored_token_bytes)} tokens"

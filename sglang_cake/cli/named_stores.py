@@ -5,7 +5,7 @@ run several calls at a time.
 import argparse
 import asyncio
 import math
-import shutil
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,7 +20,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
 from sglang_cake.stores.encrypted import EncryptedSource
-from sglang_cake.stores.file.disk import FOLDER_BYTES
+from sglang_cake.stores.file.disk import FOLDER_BYTES, free_bytes
 from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.open_store import parse_sources
@@ -211,7 +211,9 @@ def unused_bytes(named: NamedStore, stats: StoreStats) -> float:
     """
     unused = math.inf
     if named.files is not None:
-        unused = shutil.disk_usage(named.files.path).free - named.files.min_free_bytes
+        free = free_bytes(os.statvfs(named.files.path))
+        if free is not None:
+            unused = free - named.files.min_free_bytes
     if stats.capacity_bytes is not None:
         if stats.used_bytes is None:
             text = "the store does not know yet how full it is: try again later"

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import shutil
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from sglang_cake.core.codec_names import CHOICES, RAW
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.namespace import LABEL
 from sglang_cake.stores.base import StoredNamespace, StoreLayer
+from sglang_cake.stores.file.disk import free_bytes
 from sglang_cake.stores.open_store import describe_store, parse_sources
 
 
@@ -211,7 +212,7 @@ async def _totals(named: NamedStore) -> dict[str, Any]:
         blocks, block_bytes = sum(h.blocks for h in contents), sum(h.bytes for h in contents)
     used_bytes = block_bytes if stats.used_bytes is None else stats.used_bytes
     capacity = stats.capacity_bytes
-    disk_free_bytes = named.files and shutil.disk_usage(named.files.path).free
+    disk_free_bytes = named.files and free_bytes(os.statvfs(named.files.path))
     return {
         "url": named.url,
         "namespaces": len(good) + len(bad),

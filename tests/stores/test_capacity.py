@@ -315,6 +315,28 @@ def test_block_folder_quota_used_up_at_start_makes_room_for_its_index(tmp_path, 
         assert put(folder, 1000)
 
 
+def test_block_folder_on_a_disk_without_a_size_removes_no_block_for_its_index(
+    tmp_path, monkeypatch
+):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(3):
+            put(folder, name)
+    Disk(monkeypatch).lose_its_size()
+    real, failed = os.open, []
+
+    def fail_once(path, *args, **options):
+        if path == tmp_path / "index.lock" and not failed:
+            failed.append(path)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", fail_once)
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        assert failed
+        for name in range(3):
+            get(folder, name)
+
+
 def test_block_folder_beyond_a_quota_several_instances_evict_what_they_put(tmp_path, monkeypatch):
     disk, quota = Disk(monkeypatch), Quota(tmp_path, monkeypatch, 20)
     options = {"capacity_bytes": None, "reads_count": False, "clock": disk.clock}

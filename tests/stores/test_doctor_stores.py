@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from moto_process import moto
 from storetools import ALICE, fill, held, url_of
-from system_calls import reads_of_this_process
+from system_calls import Disk, reads_of_this_process
 
 from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
 from sglang_cake.cli.named_stores import NamedStore
@@ -110,6 +110,16 @@ def test_doctor_capacity_that_the_disk_lacks_is_a_note(tmp_path):
     (_, space), _ = said(f"{url_of(tmp_path)}&capacity=999PB")
     assert space.state == "note"
     assert "no room for the capacity of 999 PB" in space.text
+
+
+def test_doctor_on_a_file_system_without_a_size_names_the_capacity_or_no_limit(
+    tmp_path, monkeypatch
+):
+    Disk(monkeypatch).lose_its_size()
+    (_, space), _ = said(f"{url_of(tmp_path)}&capacity=1GB")
+    assert (space.state, space.text.partition(",")[0]) == ("ok", f"1.0 GB in {tmp_path}")
+    (_, space), _ = said(url_of(tmp_path))
+    assert (space.state, space.text) == ("ok", f"no limit in {tmp_path}")
 
 
 def test_doctor_slow_store_is_given_up_and_cleaned():

@@ -327,7 +327,7 @@ def test_free_space_inodes_are_limited_like_bytes(tmp_path, disk):
 
 
 def test_free_space_of_a_file_system_without_a_size_is_unlimited(tmp_path, disk):
-    disk.f_blocks = disk.f_bavail = 0  # as tmpfs with size=0
+    disk.lose_its_size()
     space = FreeSpace(tmp_path, 1000, clock=disk.clock)
     assert space.missing() == Amount()
     disk.now_s, disk.f_favail = FRESH_S, FILES_PER_BLOCK

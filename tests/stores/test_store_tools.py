@@ -32,6 +32,7 @@ from storetools import (
     told,
     url_of,
 )
+from system_calls import Disk
 
 import sglang_cake
 from sglang_cake.cli import PIPE_STATUS, store_maintenance
@@ -585,6 +586,16 @@ def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, caps
     assert "more would evict blocks" in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out.splitlines()[1].split()[0] == "0"
+
+
+def test_store_tools_on_a_file_system_without_a_size_know_no_limit(
+    root, tmp_path, capsys, monkeypatch
+):
+    Disk(monkeypatch).lose_its_size()
+    target = url_of(tmp_path / "copy")
+    assert told(capsys, "cp", url_of(root), target)["copied"] == 4
+    assert told(capsys, "stat", target)["stores"][0]["disk_free_bytes"] is None
+    assert store("bench", target, "--sizes", "8KiB", "--depths", "1", "--bytes", "64KiB") == 0
 
 
 def test_store_cp_to_a_store_with_a_capacity_evicts_none_of_its_blocks(tmp_path, capsys):

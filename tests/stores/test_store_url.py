@@ -233,6 +233,13 @@ def test_default_source_without_a_home_folder_raises_config_error(monkeypatch):
         default_source()
 
 
+def test_default_source_on_a_file_system_without_a_size_raises_config_error(monkeypatch, tmp_path):
+    Disk(monkeypatch).lose_its_size()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"{tmp_path} has no fixed size\): name one"):
+        default_source()
+
+
 def test_file_source_check_creates_an_empty_private_folder(tmp_path):
     url = FileSource(tmp_path / "a" / "kv")
     url.check()

@@ -91,6 +91,12 @@ def _unit_bytes(root: Path) -> int:
     return max(4096, os.statvfs(root).f_frsize)
 
 
+def free_bytes(disk: os.statvfs_result) -> int | None:
+    """Bytes of a file system that are free for this user; None if its size is not fixed (tmpfs with
+    `size=0`), so that it tells of no limit."""
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
 class Amount(NamedTuple):
     """Space in a file system; false if it is zero, and nothing was passed."""
 
@@ -191,11 +197,11 @@ class FreeSpace:
     def _refresh(self, now_s: float) -> None:
         stat = os.statvfs(self._folder)
         share = 0.0
-        if stat.f_blocks:
-            reported_bytes = stat.f_bavail * stat.f_frsize - self.min_free_bytes
+        if (free := free_bytes(stat)) is not None:
+            reported_bytes = free - self.min_free_bytes
             self._usable_bytes = reported_bytes + self._unreported_bytes(reported_bytes, now_s)
             share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
-        else:  # of no fixed size, as tmpfs with size=0
+        else:
             self._usable_bytes = _UNLIMITED
         if stat.f_files:
             self._usable_files = stat.f_favail - int(stat.f_files * share)

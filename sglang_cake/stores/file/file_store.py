@@ -29,7 +29,7 @@ from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.block_files import read_framed
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
-from sglang_cake.stores.file.disk import os_errors, shared_file_system
+from sglang_cake.stores.file.disk import free_bytes, os_errors, shared_file_system
 from sglang_cake.stores.file.index import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.namespace_descriptions import described_namespaces_in
@@ -372,11 +372,13 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
     try:
         path = cache_folder() / "store"
         there = next(folder for folder in (path, *path.parents) if folder.exists())
-        disk = os.statvfs(there)
+        free = free_bytes(os.statvfs(there))
+        if free is None:
+            raise OSError(f"the file system of {there} has no fixed size")
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
     own_bytes = scan.stats_in(path).used_bytes or 0
-    room_bytes = disk.f_bavail * disk.f_frsize + own_bytes
+    room_bytes = free + own_bytes
     return FileSource(
         path,
         min_free_bytes=int(room_bytes * DEFAULT_MIN_FREE_SHARE),

@@ -18,7 +18,7 @@ from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.disk import DAMAGE_ERRORS
+from sglang_cake.stores.file.disk import DAMAGE_ERRORS, free_bytes
 from sglang_cake.stores.file.evictor import REST_S, Evictor
 from sglang_cake.stores.file.index import (
     WAL_BYTES,
@@ -468,8 +468,8 @@ class IndexSupervisor:
 
 def _has_room(root: Path) -> bool:
     """Whether files of ROOM_BYTES fit. A quota of a user is seen only by making one."""
-    disk = os.statvfs(root)
-    if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
+    free = free_bytes(os.statvfs(root))
+    if free is not None and free < ROOM_BYTES:
         return False
     try:
         with tempfile.TemporaryFile(dir=root) as file:
