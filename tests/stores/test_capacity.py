@@ -33,7 +33,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file import index, nofollow
 from sglang_cake.stores.file.block_folder import (
     MAX_SET_ASIDE,
     MOST_UNREADABLE,
@@ -653,14 +653,14 @@ def test_block_folder_block_put_while_a_corrupt_one_is_set_aside_stays(tmp_path,
     one, two = opened(tmp_path), opened(tmp_path)
     with contextlib.closing(one), contextlib.closing(two):
         put(one, 0)
-        replace = os.replace
+        rmdir = os.rmdir
 
-        def before_put(*args, **folders):
-            replace(*args, **folders)
+        def put_before(*args, **folder):  # after the file was moved
             monkeypatch.undo()
             assert put(two, 0)
+            rmdir(*args, **folder)
 
-        monkeypatch.setattr(os, "replace", before_put)
+        monkeypatch.setattr(os, "rmdir", put_before)
         with pytest.raises(BlockCorrupt), one.reading(DIGEST, key_of(0)):
             raise BlockCorrupt("a flipped bit")
         assert there(one, [0]) == [0]
@@ -670,6 +670,31 @@ def test_block_folder_block_put_while_a_corrupt_one_is_set_aside_stays(tmp_path,
         assert du_bytes(tmp_path) <= before.used_bytes
         assert one.remove_set_aside() == 1
         assert before.used_bytes - one.stats().used_bytes >= STORED_BYTES
+
+
+def test_block_folder_corrupt_files_cleared_while_one_is_set_aside_it_counts(
+    folder, tmp_path, monkeypatch
+):
+    put(folder, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "BUSY_S", 0.0)
+        other = opened(tmp_path)
+    with contextlib.closing(other):
+        replace = os.replace
+
+        def clear_before(*args, **folders):
+            monkeypatch.setattr(os, "replace", replace)
+            with contextlib.suppress(StoreUnavailable):  # the index is busy
+                other.remove_set_aside()
+            replace(*args, **folders)
+
+        monkeypatch.setattr(os, "replace", clear_before)
+        with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):
+            raise BlockCorrupt("a flipped bit")
+        corrupt = NamespaceFolder(tmp_path, DIGEST).corrupt
+        assert booked(folder) == len(files_below(corrupt)) == 1
+        assert folder.remove_set_aside() == 1
+        assert booked(folder) == len(files_below(corrupt)) == 0
 
 
 def test_block_folder_corrupt_old_file_leaves_its_replacement_in_place(folder):

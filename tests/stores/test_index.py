@@ -53,8 +53,9 @@ CALLS = {
     "drop": lambda index: index.drop(BEGUN),
     "forget": lambda index: index.forget(DIGEST, A, lambda: True),
     "with_aside": lambda index: index.with_aside(),
-    "set_aside": lambda index: index.set_aside(DIGEST, 4096, ASIDE, lambda: False),
-    "drop_aside": lambda index: index.drop_aside(DIGEST),
+    "reserve_aside": lambda index: index.reserve_aside(DIGEST, 4096, ASIDE),
+    "move_aside": lambda index: index.move_aside(3, lambda: False),
+    "clear_aside": lambda index: index.clear_aside(DIGEST, lambda: 1),
     "touch": lambda index: index.touch(TOUCHES),
     "limit_times": lambda index: index.limit_times([1, 2], 5e8),
     "find": lambda index: index.find(1),
@@ -113,6 +114,19 @@ def plans_of(path, statements):
             if not statement.startswith(("--", "CREATE")):
                 for *_, step in db.execute(f"EXPLAIN QUERY PLAN {statement}"):
                     yield step
+
+
+def test_index_file_to_be_set_aside_whose_row_was_cleared_is_not_moved(tmp_path):
+    path, moves = tmp_path / "index.db", []
+    with closing(BlockIndex(path)) as index, closing(BlockIndex(path)) as other:
+        row = index.reserve_aside(DIGEST, 4096, ASIDE)
+        assert other.clear_aside(DIGEST, lambda: 0) == 0
+        assert not index.move_aside(row, lambda: not moves.append(row))
+        row = index.reserve_aside(DIGEST, 4096, ASIDE)
+        assert other.clear_aside(DIGEST, lambda: None) is None
+        assert index.move_aside(row, lambda: not moves.append(row))
+        assert moves == [row]
+        assert index.totals()[0] == 1
 
 
 def test_index_clear_writes_little_into_the_log(tmp_path):

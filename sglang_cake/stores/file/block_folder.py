@@ -499,7 +499,7 @@ class BlockFolder:
             kept = False
             # Without an index nothing is kept: no process would count or remove the file.
             with contextlib.suppress(StoreError), self.supervisor.open() as index:
-                kept = index.set_aside(digest, own_bytes, file, move)
+                kept = index.move_aside(index.reserve_aside(digest, own_bytes, file), move)
             if not kept:
                 if not is_there():
                     return

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
@@ -261,22 +262,27 @@ class Evictor:
         for digest, stored_bytes in index.with_aside():
             if only not in (None, digest):
                 continue
-            place = (digest.hex(), CORRUPT)
+            remove = partial(self._remove_aside_of, digest, older_than_s)
             try:
-                found = list(nofollow.files_in(self._root, *place))
-                last_s = max((status.st_ctime for _, status in found), default=0.0)
-                if time.time() - last_s < older_than_s:
-                    continue
-                for name, _ in found:
-                    nofollow.remove_file(self._root, *place, name)
+                files = index.clear_aside(digest, remove)
             except OSError as error:
                 failure = error
                 continue
-            index.drop_aside(digest)
-            removed = Amount(removed.bytes + stored_bytes, removed.files + len(found))
+            if files is not None:
+                removed = Amount(removed.bytes + stored_bytes, removed.files + files)
         if failure is not None:
             raise failure
         return removed
+
+    def _remove_aside_of(self, digest: Digest, older_than_s: float) -> int | None:
+        place = (digest.hex(), CORRUPT)
+        found = list(nofollow.files_in(self._root, *place))
+        last_s = max((status.st_ctime for _, status in found), default=0.0)
+        if time.time() - last_s < older_than_s:
+            return None
+        for name, _ in found:
+            nofollow.remove_file(self._root, *place, name)
+        return len(found)
 
     def admits(self, usage: Usage, benefit: Benefit | None) -> bool:
         """Whether to write a block with this usage. Rejected blocks are counted.

@@ -559,38 +559,57 @@ class BlockIndex(IndexReader):
         )
         return [(Digest(digest), _count(stored_bytes)) for digest, stored_bytes in rows]
 
-    def set_aside(
-        self, digest: Digest, own_bytes: int, file: ScannedFile, move: Callable[[], bool]
-    ) -> bool:
-        """Insert the row of a corrupt file, and then move the file; whether it was moved. Otherwise
-        the row is removed again.
+    def reserve_aside(self, digest: Digest, own_bytes: int, file: ScannedFile) -> int:
+        """Insert the row of a corrupt file, before `move_aside`; returns its id.
 
         Args:
             own_bytes: as for `reserve`.
             file: without a key.
-            move: moves the file; returns whether it did.
         """
         with self._transaction() as db:
             namespace = _namespace_id(db, digest, own_bytes)
             row = db.execute(_ADD_FOUND, _found_row(namespace, file)).lastrowid
+            assert row is not None
+            return row
+
+    def move_aside(self, row: int, move: Callable[[], bool]) -> bool:
+        """Move the corrupt file of a row; whether that was done. Otherwise the row is removed.
+
+        Args:
+            move: moves the file; returns whether it did. Called within a transaction, as `remove`
+                of `clear_aside`, and only if that has not removed the row meanwhile.
+        """
+        aside = f"id = ? AND state = {RowState.ASIDE}"
         moved = False
         try:
-            moved = move()
+            with self._transaction() as db:
+                there = db.execute(f"SELECT 1 FROM blocks WHERE {aside}", (row,)).fetchone()
+                moved = there is not None and move()
         finally:
             if not moved:
                 with self._transaction() as db:
-                    aside = f"id = ? AND state = {RowState.ASIDE}"
                     db.execute(f"DELETE FROM blocks WHERE {aside}", (row,))
         return moved
 
-    def drop_aside(self, digest: Digest) -> None:
-        """Remove the rows of a namespace's files that were set aside."""
+    def clear_aside(self, digest: Digest, remove: Callable[[], int | None]) -> int | None:
+        """Remove the rows of a namespace's files that were set aside, with these files.
+
+        Args:
+            remove: removes the files; returns their number, or None if they are to stay. Called
+                within a transaction, so that no process moves a file there meanwhile, whose row
+                would be lost.
+
+        Returns what `remove` returned.
+        """
         with self._transaction() as db:
-            db.execute(
-                "DELETE FROM blocks "
-                f"WHERE {_NAMESPACE} AND state = {RowState.ASIDE} AND {_UNSETTLED}",
-                (digest,),
-            )
+            removed = remove()
+            if removed is not None:
+                db.execute(
+                    "DELETE FROM blocks "
+                    f"WHERE {_NAMESPACE} AND state = {RowState.ASIDE} AND {_UNSETTLED}",
+                    (digest,),
+                )
+            return removed
 
     def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch] | None]:
         """Record accesses; returns for each the id of its block, and what was recorded. None for a
