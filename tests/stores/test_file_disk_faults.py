@@ -203,6 +203,18 @@ async def test_file_store_read_error_of_a_moment_keeps_all_blocks(tmp_path, monk
             assert await read_a(store) == block_of("a")
 
 
+async def test_file_store_error_while_it_closes_reaches_the_caller(tmp_path, monkeypatch):
+    store, close = opened(tmp_path), BlockFolder.close
+
+    def fail(folder):
+        close(folder)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(BlockFolder, "close", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        await store.close()
+
+
 async def test_file_store_mount_point_without_its_disk_stays_empty(tmp_path, monkeypatch, caplog):
     root, disk = tmp_path / "nvme", tmp_path / "disk"
     monkeypatch.setattr(os.path, "ismount", lambda path: path == str(root) and not disk.exists())
