@@ -153,19 +153,15 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     it would take more of the device than its slack.
     """
     entries = _levelled(entries)
-    last: dict[tuple[int, int], QueueEntry] = {}
+    last: dict[tuple[int, int], tuple[float, int]] = {}
 
     def key_of(each: QueueEntry) -> SortKey:
-        if each.prefill_due or not each.only_computed:
-            return _key(each)
-        group = (each.level, each.tenant_round)
-        before = last.get(group, each)
-        last[group] = replace(
-            each,
-            waited_s=min(before.waited_s, each.waited_s),
-            arrival=max(before.arrival, each.arrival),
-        )
-        return _key(last[group])
+        came = each.waited_s, each.arrival
+        if each.only_computed and not each.prefill_due:
+            group = (each.level, each.tenant_round)
+            waited_s, arrival = last.get(group, came)
+            came = last[group] = min(waited_s, each.waited_s), max(arrival, each.arrival)
+        return _key(each, *came)
 
     keys = [key_of(each) for each in entries]
     ranked = sorted(range(len(entries)), key=keys.__getitem__)
@@ -238,12 +234,12 @@ def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
     return [replace(each, level=first) if each.prefill_due else each for each in entries]
 
 
-def _key(entry: QueueEntry) -> SortKey:
-    """The place of a prompt without regard to slack, lowest first."""
+def _key(entry: QueueEntry, waited_s: float, arrival: int) -> SortKey:
+    """The place of a prompt without regard to slack, lowest first, as if it had come then."""
     remaining_s = 0.0 if entry.stalled else entry.remaining_s or 0.0
-    aged_s = remaining_s - AGEING * entry.waited_s
+    aged_s = remaining_s - AGEING * waited_s
     first_of_its_age = entry.nearly_done or entry.prefill_due
-    return entry.level, entry.tenant_round, aged_s, not first_of_its_age, entry.arrival
+    return entry.level, entry.tenant_round, aged_s, not first_of_its_age, arrival
 
 
 class _Prefill(NamedTuple):

@@ -795,13 +795,12 @@ class Coordinator:
                 ever_asked=record.agreed.ever_asked,
                 chunk_tokens=self.step_costs.chunk_tokens,
             )
+        compute_s, slack_s = entry.compute_s, math.inf
         if entry.remaining_s is None:
             work = self._work_without_keys(req.rid) if record is None else record.device_work
             compute_s = self.step_costs.queue_s(work) if work.tokens else math.inf
-            entry = replace(entry, compute_s=compute_s)
-        slack_s = math.inf
         if entry.waits_for_loads and self._config.mode == "auto":
-            slack_s = self._fcfs.slack_s(req.rid, entry.compute_s)
+            slack_s = self._fcfs.slack_s(req.rid, compute_s)
         tenant_round = 0
         if self.fair:
             tenant = record.facts.tenant if record else tenant_of(req)
@@ -809,6 +808,7 @@ class Coordinator:
         arrived = record or prompt
         return replace(
             entry,
+            compute_s=compute_s,
             slack_s=slack_s,
             tenant_round=tenant_round,
             level=self._level(req),
