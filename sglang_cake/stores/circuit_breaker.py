@@ -62,8 +62,8 @@ class AdaptiveTimeout:
     That rate says little about a request of more than twice the size of any before: it allows at
     most `first_s`, or as long as for twice the size.
     The more than USUAL_DEPTH requests are made at once, the longer the limit: they share the link.
-    Each timeout doubles later limits, up to the ceiling, until a request is answered. So after a
-    link became slow, some requests fail, and later ones get enough time.
+    Each timeout doubles later limits, up to the ceiling, until a request has transferred its bytes.
+    So after a link became slow, some requests fail, and later ones get enough time.
     """
 
     GAIN = 0.2  # weight of the newest measurement
@@ -288,6 +288,13 @@ class Circuits:
         self.are_closed = True
 
 
+@dataclass(slots=True)
+class Call:
+    """One call of a `Circuit`."""
+
+    transferred: bool = True  # False: answered without its bytes, so its time says nothing of them
+
+
 class Circuit:
     """Guards calls of one kind to a server."""
 
@@ -309,7 +316,7 @@ class Circuit:
         self._forbidden_s: float | None = None  # time of the last log line about it
 
     @contextlib.asynccontextmanager
-    async def call(self, size_bytes: int = 0) -> AsyncIterator[None]:
+    async def call(self, size_bytes: int = 0) -> AsyncIterator[Call]:
         """A context for one call. Errors inside it count as follows:
 
         - BlockMissing, StoreFull: an answer.
@@ -331,9 +338,10 @@ class Circuit:
             self._server.counters.refused += 1
             raise StoreUnavailable(f"{self._server.where} is left alone since {self._fault}")
         ticket = self.breaker.begin(started_s)
+        made = Call()
         try:
             async with self._limited(size_bytes, backoff):
-                yield
+                yield made
         except Exception as error:
             if isinstance(error, BlockMissing | StoreFull):
                 self._succeeded(ticket)
@@ -358,7 +366,8 @@ class Circuit:
                 self.breaker.abandoned(ticket)
             raise
         self._succeeded(ticket)
-        self._timeout.answered(size_bytes, max(self._server.clock() - started_s, 1e-6))
+        if made.transferred:
+            self._timeout.answered(size_bytes, max(self._server.clock() - started_s, 1e-6))
 
     @contextlib.asynccontextmanager
     async def _limited(self, size_bytes: int, backoff: float) -> AsyncIterator[None]:

@@ -141,6 +141,37 @@ def test_circuit_read_that_gets_little_of_its_callers_time_counts_as_nothing():
     in_virtual_time(main())
 
 
+def test_circuit_calls_that_transferred_nothing_neither_shorten_nor_reset_its_limits():
+    """As puts of blocks that are there, on a link that has become slow."""
+
+    async def main():
+        circuit, size_bytes = reads(first_s=20.0), 16 << 20
+
+        async def take(took_s, *, transferred=True):
+            async with circuit.call(size_bytes) as call:
+                call.transferred = transferred
+                await asyncio.sleep(took_s)
+
+        async def find_there():
+            for _ in range(40):
+                await take(0.001, transferred=False)
+
+        for _ in range(50):
+            await take(4.0)
+        await find_there()
+        await take(4.0)
+        lost = 0
+        for _ in range(FAILURES):
+            await find_there()
+            try:
+                await take(100.0)
+            except RemoteError:
+                lost += 1
+        assert lost == 2
+
+    in_virtual_time(main())
+
+
 def test_circuit_probe_without_an_answer_ends_after_the_longest_pause():
     """However long ordinary calls would be waited for by then."""
 

@@ -12,6 +12,7 @@ from test_s3 import credentials  # noqa: F401 - a fixture
 from web_server import serving
 
 from sglang_cake.core.errors import BlockCorrupt, StoreFull, StoreUnavailable
+from sglang_cake.stores.circuit_breaker import AdaptiveTimeout
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.s3.s3_store import LIMITS
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
@@ -97,6 +98,25 @@ async def test_s3_store_refused_put_is_full_or_unavailable(answer, expected):
             await store.put(A, block_of("a"))
         assert isinstance(caught.value, expected)
         assert isinstance(caught.value, StoreFull) == (expected is StoreFull)
+
+
+async def test_s3_store_puts_of_blocks_that_are_there_leave_the_time_limit(monkeypatch):
+    limits = []
+    usual_limit = AdaptiveTimeout.timeout_s
+
+    def timeout_s(limit, size_bytes):
+        limits.append(usual_limit(limit, size_bytes))
+        return limits[-1]
+
+    monkeypatch.setattr(AdaptiveTimeout, "timeout_s", timeout_s)
+
+    async def there(server, request):
+        return error("PreconditionFailed", 412)
+
+    async with Odd(PUT=there).opened_store() as store:
+        for _ in range(3):
+            assert await store.put(A, block_of("a")) is False
+    assert limits == [LIMITS.first_s] * 4, "one is that of the description"
 
 
 async def streamed(request, data, **headers):

@@ -258,6 +258,8 @@ class HttpStore(Store):
                     self.transport.writes,
                     len(header) + len(body),
                     lambda: self._put(key, header, body),
+                    # Our server answers before the body that the block is there.
+                    transferred=lambda fresh: fresh is True or self._is_plain is not False,
                 )
                 if fresh is not None:
                     return fresh

@@ -180,18 +180,27 @@ class HttpTransport:
         self._session = None
 
     async def call(
-        self, circuit: Circuit, size_bytes: int, attempt: Callable[[], Awaitable[T]]
+        self,
+        circuit: Circuit,
+        size_bytes: int,
+        attempt: Callable[[], Awaitable[T]],
+        transferred: Callable[[T], bool] = lambda _: True,
     ) -> T:
         """Run `attempt`, which makes one request, until it succeeds; TRIES times at most.
 
-        Args: size_bytes: bytes that the request moves.
+        Args:
+        size_bytes: bytes that the request moves.
+        transferred: whether it moved them, by the result of `attempt`.
+
         Raises: StoreUnavailable; any other StoreError of `attempt`, without another try.
         Cancellation reaches `attempt`, which closes its connection.
         """
         for number in range(1, TRIES + 1):
             try:
-                async with circuit.call(size_bytes):
-                    return await _translated(attempt)
+                async with circuit.call(size_bytes) as made:
+                    result = await _translated(attempt)
+                    made.transferred = transferred(result)
+                    return result
             except Busy as error:
                 if number == TRIES:
                     raise

@@ -189,8 +189,10 @@ class S3Bucket:
 
     async def put_new(self, name: str, body: bytes) -> bool:
         """False if there is an object of that name. Raises: StoreFull."""
-        async with self._writes.call(len(body)):
-            return await self._put_new(name, body)
+        async with self._writes.call(len(body)) as made:
+            # The service may refuse an object that is there before it has read the body.
+            made.transferred = await self._put_new(name, body)
+            return made.transferred
 
     async def _put_new(self, name: str, body: bytes) -> bool:
         try:

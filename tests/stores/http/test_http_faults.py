@@ -434,6 +434,18 @@ def ours(put):
     return answer
 
 
+def plain(put):
+    """A plain server that answers a PUT of a block by `put`."""
+
+    async def answer(asked):
+        if asked.method == "PUT" and not asked.path.endswith(".json"):
+            await put(asked)
+        else:
+            asked.answer(201 if asked.method == "PUT" else 404)
+
+    return answer
+
+
 async def test_http_store_put_to_a_full_server_sends_no_block():
     async with client_and_server(ours(answers(507, b"full"))) as (store, server):
         with pytest.raises(StoreFull):
@@ -486,6 +498,34 @@ async def test_http_store_slow_description_is_waited_for_longer_than_a_lookup(mo
         assert await store.put(A, block_of("a")) is False
         assert len(claims) == 2
         assert min(limits) == LOOKUP_S < min(claims)
+
+
+@pytest.mark.parametrize(
+    ("usual", "measured"), [(ours, False), (plain, True)], ids=["store serve", "a plain server"]
+)
+async def test_http_store_put_answered_without_its_body_leaves_the_time_limit(
+    usual, measured, monkeypatch
+):
+    """`store serve` answers so that a block is there; a plain server has received it by then."""
+    limits, of_puts = [], []
+    usual_limit = AdaptiveTimeout.timeout_s
+
+    def timeout_s(limit, size_bytes):
+        limits.append(usual_limit(limit, size_bytes))
+        return limits[-1]
+
+    monkeypatch.setattr(AdaptiveTimeout, "timeout_s", timeout_s)
+
+    async def there(asked):
+        of_puts.append(limits[-1])
+        asked.answer(204)
+
+    bounds = {"floor_s": LOOKUP_S, "first_s": 4 * LOOKUP_S}
+    async with client_and_server(usual(there), **bounds) as (store, _):
+        for _ in range(3):
+            assert await store.put(A, block_of("a")) is False
+        later_s = LOOKUP_S if measured else 4 * LOOKUP_S
+        assert of_puts == [4 * LOOKUP_S, later_s, later_s]
 
 
 async def test_http_store_namespace_with_another_meaning_is_unavailable():
