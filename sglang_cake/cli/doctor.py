@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from packaging.specifiers import SpecifierSet
 
 from sglang_cake.cli import plan
-from sglang_cake.cli.named_stores import NamedStore, progress, run_tool
+from sglang_cake.cli.named_stores import FullStore, NamedStore, progress, run_tool
 from sglang_cake.cli.patch import PatchState, find_installation, plan_of
-from sglang_cake.cli.store_bench import FullStore, measure_size
+from sglang_cake.cli.store_bench import measure_size
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import ConfigError, PatchError, StoreError

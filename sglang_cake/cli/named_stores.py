@@ -35,6 +35,10 @@ BESIDE_BLOCK_BYTES = HEADER_BYTES + 4 * FOLDER_BYTES  # at most, with what round
 BESIDE_ALL_BYTES = 1 << 20  # the description of the namespace, and the growth of the index
 
 
+class FullStore(ConfigError):
+    """A tool would evict blocks of the store."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamedStore:
     """One store of the command line. The tiers of `A,B` are separate stores here, since an operator
@@ -205,15 +209,21 @@ async def stats_of(named: NamedStore, frames: list[BlockFrame]) -> StoreStats:
 
 
 def unused_bytes(named: NamedStore, stats: StoreStats) -> float:
-    """Bytes that a store takes before it evicts blocks; infinite if it tells no limit.
+    """Bytes that a store takes before it evicts blocks; infinite if it evicts none.
 
-    Raises: StoreUnavailable if it has a limit, and does not know how full it is.
+    Raises: StoreUnavailable if it has a limit, and does not know how full it is; FullStore if it
+        evicts blocks, and does not tell when.
     """
     unused = math.inf
     if named.files is not None:
         free = free_bytes(os.statvfs(named.files.path))
         if free is not None:
             unused = free - named.files.min_free_bytes
+    elif stats.unused_bytes is not None:
+        unused = stats.unused_bytes
+    elif stats.policy and stats.capacity_bytes is None:  # `store serve` of an older version
+        text = "it does not tell how much room it has, and more could evict blocks of the store"
+        raise FullStore(f"{named.url}: {text}: run a newer `sglang-cake store serve` there")
     if stats.capacity_bytes is not None:
         if stats.used_bytes is None:
             text = "the store does not know yet how full it is: try again later"

@@ -17,6 +17,7 @@ from typing import Any
 from sglang_cake.cli.named_stores import (
     BESIDE_ALL_BYTES,
     BESIDE_BLOCK_BYTES,
+    FullStore,
     NamedStore,
     add_url_and_json,
     checked,
@@ -48,10 +49,6 @@ MIN_BLOCKS = 2
 FROM_DISK = 0.9  # if a smaller share of the bytes came from the disk, the page cache served them
 
 
-class FullStore(ConfigError):
-    """A measurement would evict blocks of the store."""
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Results of one block size at one depth. Latencies are those of single calls."""
@@ -74,8 +71,8 @@ def add_bench(subparsers: Any) -> None:
         help="measure a store, and say what that means for a model",
         description="Write and read blocks in a namespace of its own, which is deleted at the end. "
         "A store in use is disturbed like by another server. No block is evicted for that: a store "
-        "with too little room is refused, unless you say --evict. Name it with the capacity= that "
-        "servers give it.",
+        "with too little room is refused, unless you say --evict. Name a folder with the capacity= "
+        "and min_free= that servers give it.",
     )
     add_url_and_json(parser, run_tool(_bench))
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="of blocks (%(default)s)")
@@ -196,8 +193,8 @@ async def measure_size(
 def _unused_blocks(named: NamedStore, frame: BlockFrame, at_once: int, stats: StoreStats) -> float:
     """How many blocks may be written before the store evicts others; infinite if it tells no limit.
 
-    Raises: FullStore, if less than MIN_BLOCKS for each of `at_once` calls; ConfigError if so in an
-    empty store.
+    Raises: FullStore, if less than MIN_BLOCKS for each of `at_once` calls, or unknown; ConfigError
+    if so in an empty store; StoreUnavailable.
     """
     unused = unused_bytes(named, stats)
     block_bytes = frame.payload_bytes + BESIDE_BLOCK_BYTES

@@ -52,8 +52,9 @@ def add_cp(subparsers: Any) -> None:
         "cp",
         help="copy what another store lacks",
         description="Copy every block of FROM that TO lacks. Stopped, it goes on where it was when "
-        "it is started again. No block of TO is evicted for that: name it with the capacity= that "
-        "servers give it. Exit status 1 if something could not be copied, also if a namespace "
+        "it is started again. No block of TO is evicted for that: name a folder with the capacity= "
+        "and min_free= that servers give it. `sglang-cake store serve` tells how much room it has. "
+        "Exit status 1 if something could not be copied, also if a namespace "
         "could not be read.",
     )
     parser.add_argument("url", metavar="FROM", help="the store to copy from")

@@ -64,6 +64,7 @@ class StoreStats:
     capacity_bytes: int | None = None  # None: the store has no limit of its own
     evictions: EvictionCounts = EvictionCounts()
     policy: str = ""  # name of the eviction policy
+    unused_bytes: int | None = None  # that puts take before blocks are evicted; None: unknown
     tiers: tuple[TierStats, ...] = ()  # fastest first; empty for a store without tiers
 
 

@@ -32,6 +32,7 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.eviction.policy import Usage
 from sglang_cake.stores.file import disk as disk_module
 from sglang_cake.stores.file.disk import FILES_PER_BLOCK, FRESH_S, LATE_S, Amount, FreeSpace
+from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.index import MAX_PUT_ASIDE
 from sglang_cake.stores.file.nofollow import lock, open_private
@@ -333,6 +334,35 @@ def test_free_space_of_a_file_system_without_a_size_is_unlimited(tmp_path, disk)
     disk.now_s, disk.f_favail = FRESH_S, FILES_PER_BLOCK
     assert space.take(1000) == Amount()
     assert space.take(1000) == Amount(0, FILES_PER_BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit_bytes"),
+    [
+        ({"min_free_bytes": 10**11, "capacity_bytes": None}, None),
+        ({"min_free_bytes": 2 * 10**12, "capacity_bytes": None}, None),
+        ({"min_free_bytes": 10**11, "capacity_bytes": 10**9}, 10**9 - ahead_bytes(10**9)),
+        ({"min_free_bytes": 10**11, "capacity_bytes": 10**13}, None),
+    ],
+)
+def test_block_folder_unused_bytes_are_those_before_the_capacity_or_the_disk_is_full(
+    tmp_path, disk, options, limit_bytes
+):
+    with contextlib.closing(opened(tmp_path, clock=disk.clock, **options)) as folder:
+        stats = folder.stats()
+        expected_bytes = max(0, 10**12 - options["min_free_bytes"])
+        if limit_bytes is not None:
+            expected_bytes = limit_bytes - stats.used_bytes
+        assert stats.unused_bytes == expected_bytes
+
+
+def test_block_folder_unused_bytes_follow_other_processes_and_inodes(tmp_path, disk):
+    with contextlib.closing(opened(tmp_path, clock=disk.clock, capacity_bytes=None)) as folder:
+        assert folder.stats().unused_bytes == 10**12
+        disk.f_bavail = 10**6  # another process has written, less than FRESH_S ago
+        assert folder.stats().unused_bytes == 10**6
+        disk.f_favail, disk.now_s = FILES_PER_BLOCK - 1, FRESH_S
+        assert folder.stats().unused_bytes == 0
 
 
 class LateDisk(Disk):

@@ -300,8 +300,12 @@ class BlockFolder:
         found = StoreStats()
         with contextlib.suppress(StoreUnavailable), self.supervisor.open() as index:
             found = index.stats()
+        unused_bytes = None
+        with contextlib.suppress(OSError):  # of a disk in trouble; its reads and writes say so
+            unused_bytes = self.evictor.unused_bytes(found.used_bytes)
         return replace(
             found,
+            unused_bytes=unused_bytes,
             capacity_bytes=self.settings.capacity_bytes,
             policy=self.settings.policy,
             evictions=self.evictions(),

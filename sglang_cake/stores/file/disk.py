@@ -167,6 +167,16 @@ class FreeSpace:
         with self._lock:
             return self._missing(0, 0)
 
+    def unused_bytes(self) -> int:
+        """Bytes that blocks may take before space is missing. What other processes have taken
+        counts at once. Raises: OSError."""
+        with self._lock:
+            self._missing(0, 0)  # asks the file system if it is time
+            if self._usable_files < FILES_PER_BLOCK:
+                return 0
+            reported_bytes = self._reported_bytes(os.statvfs(self._folder))
+            return max(0, min(reported_bytes, self._usable_bytes, self._freed_bytes))
+
     def freed(self, amount: Amount) -> None:
         """Add space that was freed since the file system was asked; zero: there is no more."""
         with self._lock:
@@ -197,16 +207,20 @@ class FreeSpace:
     def _refresh(self, now_s: float) -> None:
         stat = os.statvfs(self._folder)
         share = 0.0
-        if (free := free_bytes(stat)) is not None:
-            reported_bytes = free - self.min_free_bytes
+        reported_bytes = self._reported_bytes(stat)
+        if stat.f_blocks:
             self._usable_bytes = reported_bytes + self._unreported_bytes(reported_bytes, now_s)
             share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
         else:
-            self._usable_bytes = _UNLIMITED
+            self._usable_bytes = reported_bytes
         if stat.f_files:
             self._usable_files = stat.f_favail - int(stat.f_files * share)
         else:  # created on demand, as by btrfs
             self._usable_files = _UNLIMITED
+
+    def _reported_bytes(self, stat: os.statvfs_result) -> int:
+        free = free_bytes(stat)
+        return _UNLIMITED if free is None else free - self.min_free_bytes
 
     def _unreported_bytes(self, reported_bytes: int, now_s: float) -> int:
         """Freed bytes that count beside `reported_bytes`, the new answer of the file system."""

@@ -135,6 +135,20 @@ class Evictor:
         missing = self.space.missing()
         return Amount(max(wanted_bytes, missing.bytes), missing.files)
 
+    def unused_bytes(self, used_bytes: int | None) -> int | None:
+        """Bytes that puts may take before blocks are evicted; None: unknown.
+
+        Args: used_bytes: of the capacity; None: unknown.
+        Raises: OSError.
+        """
+        unused = self.space.unused_bytes()
+        capacity_bytes = self._settings.capacity_bytes
+        if capacity_bytes is None:
+            return unused
+        if used_bytes is None:
+            return None
+        return max(0, min(unused, capacity_bytes - ahead_bytes(capacity_bytes) - used_bytes))
+
     def free(self, index: BlockIndex, wanted: Amount) -> Amount:
         """Evict blocks until `wanted`, or FREE_AT_ONCE, is freed, and then remove files that were
         set aside.

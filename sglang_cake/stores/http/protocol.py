@@ -105,6 +105,7 @@ class _Stats(Struct):
     block_bytes: _Count | None = None
     used_bytes: _Count | None = None
     capacity_bytes: _Count | None = None
+    unused_bytes: _Count | None = None
     policy: Annotated[str, Meta(pattern=r"\A[a-z0-9-]{0,32}\Z")] = ""
     evicted_bytes: _Count = 0
     evicted_blocks: _Count = 0
@@ -169,6 +170,7 @@ def write_stats(stats: StoreStats) -> dict[str, object]:
         "block_bytes": stats.block_bytes,
         "used_bytes": stats.used_bytes,
         "capacity_bytes": stats.capacity_bytes,
+        "unused_bytes": stats.unused_bytes,
         **asdict(stats.evictions),
         "policy": stats.policy,
     }

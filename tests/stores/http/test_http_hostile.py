@@ -239,7 +239,7 @@ async def test_store_ls_of_a_lying_server_is_one_line_and_exit_status_2(capsys, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, -1) for name in ("blocks", "used_bytes", "capacity_bytes", "evicted_bytes")),
+        *((name, -1) for name in ("blocks", "used_bytes", "unused_bytes", "evicted_bytes")),
         ("used_bytes", 10**400),
         ("policy", "\x1b[2J"),
     ],
@@ -250,9 +250,9 @@ def test_read_stats_number_or_name_that_no_store_has_is_unavailable(name, value)
 
 
 def test_read_stats_of_written_ones_are_the_same():
-    numbers = iter(range(1, 9))
+    numbers = iter(range(1, 10))
     evictions = EvictionCounts(*(next(numbers) for _ in EVICTION_COUNTS))
-    stats = StoreStats(*(next(numbers) for _ in range(4)), evictions, "cake-prefix")
+    stats = StoreStats(*(next(numbers) for _ in range(4)), evictions, "cake-prefix", next(numbers))
     assert protocol.read_stats(json.dumps(protocol.write_stats(stats)).encode()) == stats
 
 

@@ -1,15 +1,21 @@
 """`sglang-cake store` over HTTP and S3: what it leaves behind, and to which size it shrinks."""
 
 import asyncio
+import os
 import time
 
 import pytest
 from filestore import closing
-from http_servers import OurServer
+from http_servers import OurServer, ServerInProcess
 from moto_process import moto
-from storetools import ALICE, BOB, told
+from storetools import ALICE, BOB, held, store, told, url_of
+from system_calls import Disk
 from test_s3 import credentials  # noqa: F401 - a fixture
 
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.http import protocol
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.s3.s3_store import DESCRIBE_EVERY_S, S3Source, S3Store
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -47,7 +53,7 @@ def fill(url, frame, names):
     async def main():
         async with opened_store(url, frame) as store:
             for name in names:
-                await store.put(key_of(name), block_of(name))
+                await store.put(key_of(name), block_of(name, frame.layout))
 
     asyncio.run(main())
 
@@ -89,3 +95,66 @@ def test_store_gc_of_a_remote_store_shrinks_it_to_the_given_size(url, capsys):
     (after,) = told(capsys, "stat", url)["stores"]
     assert after["used_bytes"] <= to_bytes
     assert 0 < after["blocks"] == before["blocks"] - answer["evicted_blocks"]
+
+
+LARGE = BlockLayout.plain(1, (("k", (1 << 20,)),), "uint8", 1)
+LARGE_FRAME = BlockFrame(Namespace((("layout", LARGE.describe()),)), LARGE)
+
+
+@pytest.fixture
+def filling(tmp_path, monkeypatch):
+    """A server without a capacity, on a disk that has room for 30 MB more than it holds at first:
+    its URL, and its folder."""
+    root = tmp_path / "root"
+
+    class Filling(Disk):
+        f_blocks = 10**9
+        room_bytes = 10**9  # for all files of the server
+
+        def _ask(self, folder):
+            folders = os.walk(root)
+            files = (os.path.join(where, name) for where, _, names in folders for name in names)
+            taken_bytes = sum(os.stat(file).st_size for file in files if os.path.exists(file))
+            self.f_bavail = max(0, self.room_bytes - taken_bytes)
+            return super()._ask(folder)
+
+    disk = Filling(monkeypatch)
+    with ServerInProcess(root) as server:
+        base = f"http://127.0.0.1:{server.port}"
+        fill(base, BOB, range(60))
+        disk.room_bytes = 10**9 - os.statvfs(root).f_bavail + 30 * 10**6
+        yield base, root
+
+
+def test_store_cp_and_bench_to_a_server_without_capacity_evict_no_block(filling, tmp_path, capsys):
+    url, root = filling
+    fill(url_of(tmp_path / "from"), LARGE_FRAME, range(40))
+    answer = told(capsys, "cp", url_of(tmp_path / "from"), url, status=1)
+    assert answer["full"]
+    assert 0 < answer["copied"] == len(held(root, LARGE_FRAME)) < 30
+    assert store("bench", url, "--sizes", "1MiB", "--depths", "8", "--bytes", "8MiB") == 2
+    assert "more would evict blocks of the store" in capsys.readouterr().err
+    assert len(held(root, LARGE_FRAME)) == answer["copied"]
+    assert len(held(root, BOB)) == 60
+
+
+def test_store_cp_and_bench_to_a_server_that_does_not_tell_its_room_are_refused(
+    filling, tmp_path, capsys, monkeypatch
+):
+    """As one of 0.1.0."""
+    usual = protocol.write_stats
+
+    def write_stats(stats):
+        fields = usual(stats)
+        del fields["unused_bytes"]
+        return fields
+
+    monkeypatch.setattr(protocol, "write_stats", write_stats)
+    url, root = filling
+    fill(url_of(tmp_path / "from"), LARGE_FRAME, range(3))
+    for tool in (["cp", url_of(tmp_path / "from"), url], ["bench", url, *BENCH]):
+        assert store(*tool) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "does not tell how much room it has" in line
+    assert held(root, LARGE_FRAME) == set()
+    assert store("bench", url, *BENCH, "--evict") == 0
