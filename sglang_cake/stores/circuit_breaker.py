@@ -275,6 +275,8 @@ class Circuits:
     redial: Callable[[], None]
     on_outage: Callable[[], None] = lambda: None  # called when a breaker opens
     clock: Callable[[], float] = time.monotonic
+    # For tools: a corrupt block is an answer. They count these blocks, and go on.
+    looks_for_corrupt: bool = False
     are_closed: bool = False
     all: list["Circuit"] = field(default_factory=list)
 
@@ -319,7 +321,7 @@ class Circuit:
     async def call(self, size_bytes: int = 0) -> AsyncIterator[Call]:
         """A context for one call. Errors inside it count as follows:
 
-        - BlockMissing, StoreFull: an answer.
+        - BlockMissing, StoreFull; BlockCorrupt if it is looked for: an answer.
         - any other StoreError: a failure.
         - a cancellation: a failure if the call has taken longer than usual.
         - any other exception: neither.
@@ -343,7 +345,8 @@ class Circuit:
             async with self._limited(size_bytes, backoff):
                 yield made
         except Exception as error:
-            if isinstance(error, BlockMissing | StoreFull):
+            is_found = self._server.looks_for_corrupt and isinstance(error, BlockCorrupt)
+            if is_found or isinstance(error, BlockMissing | StoreFull):
                 self._succeeded(ticket)
             elif self._server.are_closed:
                 self.breaker.abandoned(ticket)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.stores.base import read_until_s
 from sglang_cake.stores.circuit_breaker import (
     FAILURES,
@@ -44,9 +44,15 @@ async def call_in_vain(circuit):
     return now_s() - began_s
 
 
-def reads(at_once=4, **limits):
+def reads(at_once=4, looks_for_corrupt=False, **limits):
     clock = asyncio.get_running_loop().time
-    server = Circuits("the store", RemoteCounters(), redial=lambda: None, clock=clock)
+    server = Circuits(
+        "the store",
+        RemoteCounters(),
+        redial=lambda: None,
+        clock=clock,
+        looks_for_corrupt=looks_for_corrupt,
+    )
     return server.add(READS, TimeoutLimits(**limits), at_once)
 
 
@@ -137,6 +143,21 @@ def test_circuit_read_that_gets_little_of_its_callers_time_counts_as_nothing():
                     await asyncio.Event().wait()
         async with circuit.call(1):
             pass
+
+    in_virtual_time(main())
+
+
+@pytest.mark.parametrize(("looks_for_corrupt", "opens"), [(True, False), (False, True)])
+def test_circuit_corrupt_blocks_in_a_row_open_the_breaker_unless_they_are_looked_for(
+    looks_for_corrupt, opens
+):
+    async def main():
+        circuit = reads(looks_for_corrupt=looks_for_corrupt)
+        for _ in range(FAILURES):
+            with pytest.raises(BlockCorrupt):
+                async with circuit.call(1):
+                    raise BlockCorrupt("a bit is wrong")
+        assert circuit.breaker.is_closed is not opens
 
     in_virtual_time(main())
 

@@ -62,7 +62,9 @@ class Endpoint:
     token: str | None = field(default=None, repr=False)
     ca: bytes = field(default=b"", repr=False)  # PEM text from which `tls` was made
     tls: ssl.SSLContext | None = field(default=None, compare=False)  # None: system certificates
-    reads_count: bool = True  # whether the server counts a GET as a use of the block
+    # Whether the server counts a GET as a use of the block. False: of a tool, to whose circuits a
+    # corrupt block is an answer.
+    reads_count: bool = True
 
 
 class TryAgain(RemoteError):
@@ -153,7 +155,14 @@ class HttpTransport:
         self._hedging = hedging or Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
 
-        self._circuits = Circuits(self.base, self.counters, self._redial, on_outage, clock)
+        self._circuits = Circuits(
+            self.base,
+            self.counters,
+            self._redial,
+            on_outage,
+            clock,
+            looks_for_corrupt=not self._endpoint.reads_count,
+        )
         self.lookups = self._circuits.add("lookups", limits)
         self.reads = self._circuits.add(READS, limits, depth)
         self.writes = self._circuits.add("writes", limits, depth)

@@ -131,16 +131,23 @@ class S3Bucket:
         limits: TimeoutLimits,
         clock: Callable[[], float] = time.monotonic,
         depth: int = 1,
+        looks_for_corrupt: bool = False,
     ) -> None:
         """Args:
         connections: limit; further calls wait for one, within their time limit.
-        limits, clock: as in `Circuits`.
+        limits, clock, looks_for_corrupt: as in `Circuits`.
         depth: concurrent reads, and concurrent writes.
         """
         self.place = place
         self._connections = connections
         self.counters = RemoteCounters()
-        self._circuits = Circuits(str(place), self.counters, redial=self._redial, clock=clock)
+        self._circuits = Circuits(
+            str(place),
+            self.counters,
+            redial=self._redial,
+            clock=clock,
+            looks_for_corrupt=looks_for_corrupt,
+        )
         self._lookups = self._circuits.add("lookups", limits)
         self._reads = self._circuits.add(READS, limits, depth)
         self._writes = self._circuits.add("writes", limits, depth)
@@ -170,7 +177,7 @@ class S3Bucket:
     async def reading(self, name: str, size_bytes: int) -> AsyncIterator[dict[str, Any]]:
         """A context for reading one object, with S3's answer: its "Body" gives the bytes as they
         arrive. The connection is used again only after a body was read to its end. A BlockCorrupt
-        inside counts as a failed call, an error of a library is a StoreUnavailable.
+        inside counts as in `Circuit.call`, an error of a library is a StoreUnavailable.
 
         Args:
             size_bytes: expected size.

@@ -81,17 +81,24 @@ class S3Store(Store):
         depth: int,
         limits: TimeoutLimits,
         clock: Callable[[], float] = time.monotonic,
+        looks_for_corrupt: bool = False,
     ) -> None:
         """Args:
         depth: concurrent reads, and concurrent writes.
         limits: bounds of the time limits.
         clock: seconds, monotonic.
+        looks_for_corrupt: as in `Circuits`.
         """
         self._frame = frame
         self._place = place
         connections = 2 * depth + LOOKUPS_AT_ONCE  # enough that lookups do not wait for reads
         self._bucket = S3Bucket(
-            place, connections=connections, limits=limits, clock=clock, depth=depth
+            place,
+            connections=connections,
+            limits=limits,
+            clock=clock,
+            depth=depth,
+            looks_for_corrupt=looks_for_corrupt,
         )
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
@@ -215,6 +222,7 @@ class S3Source:
     limits: TimeoutLimits = LIMITS
     most_namespaces: int = MAX_NAMESPACES  # a longer listing is an error
     check_s: float = CHECK_S
+    reads_count: bool = True  # False: for tools, to whose circuits a corrupt block is an answer
 
     def check(self) -> None:
         """Lists one name. A missing answer, or a server's error, is not reported."""
@@ -232,7 +240,13 @@ class S3Source:
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         """Connects with the first call. The description of the namespace is not compared, since
         every block names its namespace."""
-        return S3Store(self.place, frame, depth=depth, limits=self.limits)
+        return S3Store(
+            self.place,
+            frame,
+            depth=depth,
+            limits=self.limits,
+            looks_for_corrupt=not self.reads_count,
+        )
 
     async def namespaces(self) -> list[StoredNamespace]:
         start = self.place.name("")
@@ -306,7 +320,8 @@ def parse(url: StoreUrl) -> S3Source:
     endpoint = url.option("endpoint", _endpoint, "") or None
     read_region = matching(_REGION, "not a region: write for example eu-central-1")
     region = url.option("region", read_region, "") or None
-    return S3Source(S3Place(bucket, _prefix(url, prefix), endpoint, region))
+    place = S3Place(bucket, _prefix(url, prefix), endpoint, region)
+    return S3Source(place, reads_count=url.reads_count)
 
 
 def _prefix(url: StoreUrl, text: str) -> str:

@@ -8,13 +8,14 @@ import pytest
 from filestore import closing
 from http_servers import OurServer, ServerInProcess
 from moto_process import moto
-from storetools import ALICE, BOB, held, store, told, url_of
+from storetools import ALICE, BOB, file_of, flip, held, store, told, url_of
 from system_calls import Disk
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.circuit_breaker import FAILURES
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.s3.s3_store import DESCRIBE_EVERY_S, S3Source, S3Store
@@ -95,6 +96,43 @@ def test_store_gc_of_a_remote_store_shrinks_it_to_the_given_size(url, capsys):
     (after,) = told(capsys, "stat", url)["stores"]
     assert after["used_bytes"] <= to_bytes
     assert 0 < after["blocks"] == before["blocks"] - answer["evicted_blocks"]
+
+
+@pytest.fixture
+def spoil(url, request, tmp_path):
+    """Flips a bit of a block of ALICE."""
+
+    def of_server(name):
+        flip(file_of(tmp_path / "root", ALICE, name))
+
+    def of_bucket(name):
+        path = url.removeprefix("s3://").partition("?")[0] + protocol.block_path(
+            ALICE.digest, key_of(name)
+        )
+        s3 = request.getfixturevalue("s3")
+        raw = bytearray(s3.read(path))
+        raw[-1] ^= 1
+        s3.write(path, bytes(raw))
+
+    return of_bucket if url.startswith("s3:") else of_server
+
+
+@pytest.mark.parametrize("tool", ["verify", "cp"])
+def test_store_verify_and_cp_of_a_remote_store_pass_many_corrupt_blocks(
+    url, spoil, tool, tmp_path, capsys
+):
+    names = sorted(range(3 * FAILURES), key=key_of)  # as they are listed
+    fill(url, ALICE, names)
+    for name in names[: 2 * FAILURES]:
+        spoil(name)
+    if tool == "cp":
+        other = tmp_path / "other"
+        answer = told(capsys, "cp", url, url_of(other), "--depth", "1", status=1)
+        assert held(other, ALICE) == {key_of(name) for name in names[2 * FAILURES :]}
+    else:
+        (answer,) = told(capsys, "verify", url, "--depth", "1", status=1)["stores"]
+        assert (answer["ok"], answer["unanswered"]) == (FAILURES, 0)
+    assert answer["corrupt"] == 2 * FAILURES
 
 
 LARGE = BlockLayout.plain(1, (("k", (1 << 20,)),), "uint8", 1)
