@@ -114,6 +114,24 @@ def test_compose_services_are_not_root_and_hold_no_secret() -> None:
     assert all(set(secret) == {"file"} for secret in file["secrets"].values())
 
 
+def test_compose_tokens_are_in_mounted_folders_so_that_they_can_be_replaced() -> None:
+    """A file that is mounted by itself stays the same one after another is renamed over it."""
+    services = compose()["services"]
+    mounts = {name: folders_of(service) for name, service in services.items()}
+    command = services["store"]["command"]
+    tokens = [command[command.index(it) + 1] for it in ("--token-file", "--read-token-file")]
+    assert {str(Path(it).parent) for it in tokens} < mounts["store"].keys()
+    write, read = (mounts["store"][str(Path(it).parent)] for it in tokens)
+    assert write != read
+    readers = {name for name, folders in mounts.items() if write in folders.values()}
+    assert readers == {"store"}, "Prometheus may only read"
+
+
+def folders_of(service: dict[str, Any]) -> dict[str, str]:
+    """The folders of the host that a service has, by their places in the container."""
+    return {(parts := it.split(":"))[1]: parts[0] for it in service["volumes"]}
+
+
 @pytest.mark.parametrize("resource", manifests().values(), ids=lambda it: it["kind"])
 def test_kubernetes_resource_matches_the_schema(resource: dict[str, Any]) -> None:
     kubernetes_validate.validate(resource, KUBERNETES, strict=True)
@@ -266,6 +284,9 @@ def test_deployment_page_makes_every_folder_of_compose() -> None:
     assert made is not None
     folders = {f"/srv/cake/{name}" for name in made[1].split(",")}
     used = {it for row in table("Compose") for it in row[2].replace("`", "").split(", ")}
+    tokens = re.search(r"install -d .*? /srv/cake/secrets/\{([\w,]+)\}", PAGE)
+    assert tokens is not None
+    assert {f"/srv/cake/secrets/{name}" for name in tokens[1].split(",")} < used
     assert {it if "/secrets/" not in it else str(Path(it).parent) for it in used} == folders
     for secret in compose()["secrets"].values():
         assert Path(secret["file"]).name in PAGE

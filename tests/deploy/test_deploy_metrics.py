@@ -159,8 +159,7 @@ def test_prometheus_scrapes_services_of_compose_at_their_ports() -> None:
         assert services[name]["ports"][0].rpartition(":")[2] == port
     assert scraped.keys() == {"server", "store"}
     token = Path(scraped["store"]["authorization"]["credentials_file"])
-    assert token.parent == Path("/run/secrets")
-    assert services["prometheus"]["secrets"] == [token.name]
+    assert f"/srv/cake/secrets/read:{token.parent}:ro" in services["prometheus"]["volumes"]
     assert all((DEPLOY / "prometheus" / name).exists() for name in file["rule_files"])
     jobs = {job["job_name"] for job in file["scrape_configs"]}
     for rule in rules():
