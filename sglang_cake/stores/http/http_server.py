@@ -20,7 +20,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
-from sglang_cake.stores.base import BlockInfo, StoreStats
+from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import ServerCredentials
@@ -273,9 +273,17 @@ class StoreServer(web.Server):
         await self._askers.run(lambda stop: self._folder.remove_namespace(resource.digest))
         return web.Response(status=204)
 
-    async def _get_namespaces(self, *_: object) -> web.Response:
-        spaces = await self._askers.run(lambda stop: self._folder.namespaces())
-        return web.json_response(protocol.write_namespaces(spaces))
+    async def _get_namespaces(self, request: web.BaseRequest, _: Resource) -> web.Response:
+        after = parse_qs(request.query_string, keep_blank_values=True).get("after")
+
+        def page(stop: threading.Event) -> tuple[list[StoredNamespace], bool]:
+            found = self._folder.namespaces()
+            # A client of 0.1.0 does not ask for a page.
+            return (found, False) if after is None else protocol.page_of(found, after[0])
+
+        spaces, has_more = await self._askers.run(page)
+        headers = {protocol.MORE_HEADER: protocol.MORE} if has_more else None
+        return web.json_response(protocol.write_namespaces(spaces), headers=headers)
 
     async def _get_stats(self, *_: object) -> web.Response:
         return web.json_response(protocol.write_stats(await self._stats()))

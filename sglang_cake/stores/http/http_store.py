@@ -64,6 +64,7 @@ LIST_MEMORY_BYTES = 16 << 20  # a longer list is kept on a disk
 # A longer list is an error: of 100 million blocks, whose order of eviction takes a server 80 GB of
 # memory. A server that does not end its list would fill the disk.
 MAX_LIST_BYTES = 13 * 10**9
+MAX_NAMESPACES_BYTES = 1 << 28  # a longer list of namespaces is an error
 SEND_BYTES = 1 << 18  # of a block, copied and sent at a time
 NOT_OURS = (404, 405, 501)  # statuses of `contains` on a plain server
 MISSING = (404, 410)
@@ -430,13 +431,31 @@ class HttpSource:
         """Raises: StoreUnavailable, always on a plain server."""
         transport = HttpTransport(self.locate, TimeoutLimits())
 
-        async def attempt() -> list[StoredNamespace]:
-            async with transport.request("GET", protocol.NAMESPACES, (200,)) as response:
+        found: list[StoredNamespace] = []
+
+        async def attempt() -> tuple[list[StoredNamespace], int, bool]:
+            path = protocol.namespaces_path(found[-1].digest if found else None)
+            async with transport.request("GET", path, (200,)) as response:
                 body = await read_whole(response, protocol.MAX_ANSWER_BYTES)
-                return protocol.read_namespaces(body)
+                # A server of 0.1.0 lists all at once.
+                has_more = response.headers.get(protocol.MORE_HEADER) == protocol.MORE
+                return protocol.read_namespaces(body), len(body), has_more
 
         try:
-            return await transport.call(transport.lookups, protocol.KEY_BYTES, attempt)
+            size_bytes = 0
+            while True:
+                page, page_bytes, has_more = await transport.call(
+                    transport.lookups, protocol.KEY_BYTES, attempt
+                )
+                last = found[-1].digest if found else b""
+                found += page
+                if not has_more:
+                    return found
+                if not page or page[-1].digest <= last:
+                    raise StoreUnavailable("the pages of the list are out of order")
+                size_bytes += page_bytes
+                if size_bytes > MAX_NAMESPACES_BYTES:
+                    raise StoreUnavailable(f"a list of more than {MAX_NAMESPACES_BYTES} bytes")
         except StoreUnavailable as error:
             raise StoreUnavailable(f"cannot list namespaces: {error}") from error
         finally:

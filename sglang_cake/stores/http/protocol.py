@@ -39,6 +39,9 @@ USE_HEADER = "Cake-Use"
 NO_USE = "no"
 STATS = "/stats"
 NAMESPACES = "/namespaces"
+NAMESPACES_PAGE_BYTES = 1 << 22  # of a page of namespaces, beside its last one
+MORE_HEADER = "Cake-More"  # MORE: further namespaces follow those of this page
+MORE = "yes"
 
 
 def block_path(digest: Digest, key: BlockKey) -> str:
@@ -59,6 +62,11 @@ def contains_path(digest: Digest, framed_bytes: int | None) -> str:
 def touched_path(digest: Digest) -> str:
     """The path that reports of used blocks are sent to."""
     return f"/{digest.hex()}/touched"
+
+
+def namespaces_path(after: Digest | None) -> str:
+    """The path of the page of namespaces behind `after`; None: the first page."""
+    return f"{NAMESPACES}?after={after.hex() if after else ''}"
 
 
 def list_path(digest: Digest) -> str:
@@ -185,6 +193,21 @@ def read_stats(body: bytes) -> StoreStats:
 
 def write_namespaces(namespaces: list[StoredNamespace]) -> list[dict[str, object]]:
     return [{"digest": space.digest.hex(), "fields": space.fields} for space in namespaces]
+
+
+def page_of(namespaces: list[StoredNamespace], after: str) -> tuple[list[StoredNamespace], bool]:
+    """The namespaces behind `after` (hex), by digest, as many as one page takes; and whether more
+    follow."""
+    page: list[StoredNamespace] = []
+    size_bytes = 0
+    for space in sorted(namespaces, key=lambda each: each.digest):
+        if space.digest.hex() <= after:
+            continue
+        if size_bytes >= NAMESPACES_PAGE_BYTES:
+            return page, True
+        page.append(space)
+        size_bytes += len(json.dumps(space.fields))
+    return page, False
 
 
 def read_namespaces(body: bytes) -> list[StoredNamespace]:

@@ -222,7 +222,7 @@ async def test_store_ls_of_a_lying_server_is_one_line_and_exit_status_2(capsys, 
     space = StoredNamespace(FRAME.digest, FRAME.namespace.describe())
 
     async def answer(asked):
-        if asked.path == protocol.NAMESPACES:
+        if asked.path.startswith(protocol.NAMESPACES):
             asked.answer(200, json.dumps(protocol.write_namespaces([space])).encode())
         else:
             kind = f"Content-Type: {protocol.LIST_TYPE}\r\n"
