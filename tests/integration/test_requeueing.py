@@ -503,6 +503,25 @@ def test_chunked_request_without_tokens_in_the_step_is_left_to_sglang(
     assert failures == BOUNDARY.counts
 
 
+@pytest.mark.parametrize("other", ["loads", "has landed", "is computed"])
+@pytest.mark.parametrize("decoding", [64, 66])
+@pytest.mark.usefixtures("stopped_clock")
+def test_chunked_request_without_tokens_in_the_step_yields_to_no_other(
+    admissions: Make, other: str, decoding: int
+) -> None:
+    """The other one would compute nothing in its place."""
+    admission = admissions(mode="auto")
+    waiting = admission.req("other", stored=other != "is computed")
+    chunked = admission.req("chunked")
+    if other == "has landed":
+        admission.land(waiting)
+    admission.coordinator.live["other"].agreed.ever_asked = True
+    admission.queue.append(waiting)
+    assert admission.chunk(chunked, decoding=decoding) is chunked
+    assert admission.queue == [waiting]
+    assert not BOUNDARY.counts
+
+
 @pytest.mark.parametrize(
     ("planned", "saved_end", "limit"),
     [(None, None, None), (48, None, 48), (None, 32, 32), (48, 32, 32), (16, 32, 16)],
@@ -888,6 +907,54 @@ def test_running_request_is_not_preempted_for_one_whose_limit_beside_others_leav
     assert adder.preempt_to_schedule(admission.req("other")) == admits
 
 
+@pytest.mark.parametrize("mode", ["auto", "both"])
+@pytest.mark.parametrize("waiting", ["loads", "has landed", "is computed"])
+@pytest.mark.parametrize("chunked", ["goes on", "ends", "is parked", "begins"])
+@pytest.mark.usefixtures("stopped_clock")
+def test_running_request_is_not_preempted_for_one_that_the_step_has_no_tokens_for(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str, waiting: str, chunked: str
+) -> None:
+    """SGLang asks, since it looks at memory before tokens, and would not admit it."""
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda adder, req: True)
+    admission = admissions(mode=mode)
+    other, req = admission.req("other"), admission.req("waiting", stored=waiting != "is computed")
+    if waiting == "has landed":
+        admission.land(req)
+    if chunked in ("goes on", "is parked"):
+        admission.scheduler.chunked_req = other
+    for chunk_tokens in (64, None):
+        adder = prefill_adder(
+            admission.scheduler, BareTree(admission.coordinator), chunk_tokens=chunk_tokens
+        )
+        if chunk_tokens is None:
+            adder.rem_input_tokens = 0
+        else:
+            adder.rem_chunk_tokens = 0
+        if chunked != "is parked":
+            adder.can_run_list.append(other)
+        if chunked == "begins":
+            adder.new_chunked_req = other
+        assert not adder.preempt_to_schedule(req)
+    assert not BOUNDARY.counts
+
+
+@pytest.mark.parametrize("decoding", [64, 66])
+@pytest.mark.parametrize("landed", [True, False])
+def test_running_request_is_preempted_where_those_that_decode_have_all_tokens_of_a_step(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, decoding: int, landed: bool
+) -> None:
+    """With mixed chunks. The next step has tokens for it, unless it waits for its loads."""
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda adder, req: True)
+    admission = admissions(mode="load")
+    req = admission.req("waiting", stored=True)
+    if landed:
+        admission.land(req)
+    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    adder.rem_chunk_tokens -= decoding
+    assert adder.preempt_to_schedule(req) == landed
+    assert not BOUNDARY.counts
+
+
 def test_queue_order_link_serves_the_shorter_rest_first(
     admissions: Make,
 ) -> None:
@@ -1200,6 +1267,47 @@ def test_waiting_request_without_memory_to_its_end_attaches_nothing(
     record = coordinator.record(stored)
     assert record is not None
     assert record.stats.loaded_tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize("mode", ["auto", "both"])
+@pytest.mark.parametrize("landed", [False, True])
+@pytest.mark.parametrize("tokens", [0, -2])
+@pytest.mark.usefixtures("stopped_clock")
+def test_waiting_request_that_the_step_has_no_tokens_for_attaches_nothing(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str, landed: bool, tokens: int
+) -> None:
+    """SGLang asks where windows or states lack memory, and refuses it. What it attached could be
+    evicted before it is admitted."""
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}._replay_len", lambda *args: 0)
+    monkeypatch.setattr(
+        f"{sglangs}._check_prefill_budget", lambda adder, req, **kwargs: (True, tokens)
+    )
+    admission = admissions(mode=mode)
+    stored = admission.req("stored", stored=True)
+    if landed:
+        admission.land(stored)
+    stored.last_node = None
+    stored.full_untruncated_fill_ids = stored.origin_input_ids
+    tree: Any = BareTree(admission.coordinator)
+    tree.attach_waiting = admission.base.attach
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64)
+    adder.rem_chunk_tokens = tokens
+    monkeypatch.setattr(
+        f"{sglangs}.add_one_req",
+        lambda adder, req, has_chunked_req, align: adder._select_prefill_admission(
+            req,
+            total_tokens=PROMPT,
+            host_hit_length=0,
+            swa_host_hit_length=0,
+            truncation_align_size=align,
+            has_chunked_req=has_chunked_req,
+        ),
+    )
+    assert adder.add_one_req(stored, False, None) is AddReqResult.OTHER
+    assert stored.prefix_len == 0
+    assert not BOUNDARY.counts
 
 
 @pytest.mark.parametrize("has_record", [True, False])

@@ -193,10 +193,11 @@ class CakePrefillAdder(PrefillAdder):
         | It waits, or none could be retracted; its prefill is not due. | False |
         | The same, and its prefill is due. | True, and `add_one_req` leaves it in the queue |
 
-        A request waits for its own loads, for the loads of a request that it passes, or because it
-        would be the second chunked request. Requests that were retracted for it would come back,
-        and be retracted again. A request whose prefill is due is first for that reason alone. So
-        requests of higher priorities after it may take rows that its own priority does not give it.
+        A request waits for its own loads, for the loads of a request that it passes, because it
+        would be the second chunked request, or because other prompts have all tokens of the step.
+        Requests that were retracted for it would come back, and be retracted again. A request whose
+        prefill is due is first for that reason alone. So requests of higher priorities after it may
+        take rows that its own priority does not give it.
         """
         if not self._waits(req) and super().preempt_to_schedule(req):
             return True
@@ -216,9 +217,10 @@ class CakePrefillAdder(PrefillAdder):
 
     @property
     def _step_tokens(self) -> int:
-        """The most that a prompt with stored blocks computes in this step."""
+        """The most that a prompt with stored blocks computes in this step. With mixed chunks,
+        SGLang's number is below 0 if more requests decode than a chunk has tokens."""
         given = self.rem_chunk_tokens
-        return max(0, self.rem_input_tokens) if given is None else given
+        return max(0, self.rem_input_tokens if given is None else given)
 
     def _commit_prefill_admission(self, req: "Req", admission: Any, *args: Any) -> None:
         super()._commit_prefill_admission(req, admission, *args)
@@ -269,14 +271,14 @@ class CakePrefillAdder(PrefillAdder):
         if coordinator is None:
             return AS_SGLANG
         with coordinator.timed():
+            if not self._step_tokens:
+                return AS_SGLANG  # requests that decode take the whole step
             queue = self._scheduler.waiting_queue
             budget = self._budget_for_others(req, coordinator)
             if budget is not None:
                 preemptor = queue_order.find_preemptor(req, queue, coordinator, budget)
                 if preemptor is not None:
                     return Requeue(preemptor)
-            if self._step_tokens <= 0:
-                return AS_SGLANG  # requests that decode take the whole step
             # Requests that it passes go first only in its place.
             most = None if budget is None else self._passing_tokens(req)
             if most == 0:
@@ -354,7 +356,8 @@ class CakePrefillAdder(PrefillAdder):
                     has_memory = self._has_memory_for(req)
                     if recorded:
                         coordinator.memory_checked(req, has_memory)
-                    if not has_memory:
+                    # SGLang looks at memory first, so it asks in steps without tokens, too.
+                    if not has_memory or not self._step_tokens:
                         # SGLang refuses it, as below. What has landed must not join the tree yet:
                         # it could be evicted before the request is admitted. Helpers would compute
                         # KV that has no slots here.
@@ -564,12 +567,14 @@ class CakePrefillAdder(PrefillAdder):
         if coordinator.is_far(req):
             return True
         chunked = self._scheduler.chunked_req is not None or self.new_chunked_req is not None
+        if not self._step_tokens and (chunked or self.can_run_list):
+            return True
         most = self._passing_tokens(req)
         if most == 0 or (chunked and most is not None) or self._keeps_device(req):
             return True
-        return coordinator.awaits_lookup(req) or coordinator.would_wait(
-            req, self._step_tokens, whole=chunked
-        )
+        # If those that decode have all tokens, the next step has some: fewer decode in it.
+        tokens = max(1, self._step_tokens)
+        return coordinator.awaits_lookup(req) or coordinator.would_wait(req, tokens, whole=chunked)
 
     @guarded("CakePrefillAdder.preempt_to_schedule", False)
     def _prefill_due(self, req: "Req") -> bool:
