@@ -1243,6 +1243,29 @@ def test_coordinator_requeued_prompt_has_no_limit_for_loads_of_a_later_one() -> 
         assert harness.limit() is None
 
 
+@pytest.mark.parametrize("mode", ["auto", "both", "load"])
+@pytest.mark.parametrize("landed", [(0,), (0, 1), (0, 2), (2,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.usefixtures("stopped_clock")
+def test_coordinator_prompt_would_wait_as_planned_once_its_island_has_joined_the_tree(
+    mode: str, landed: tuple[int, ...], whole: bool
+) -> None:
+    load = LoadCost(0.0, 0.01, error=0.0, depth=4)
+    with CoordinatorHarness(mode=mode, load=load) as harness:
+        req, keys = harness.stored(4.5)
+        harness.arrive(req)
+        harness.poll(req)
+        harness.open(*(keys[block] for block in landed))
+        harness.poll(req, times=2)
+        would_wait = harness.coordinator.would_wait(req, CHUNK, whole=whole)
+        harness.coordinator.attach_islands(req, harness.attach)
+        assert (req.prefix_len > 0) == (landed[0] == 0)
+        step = harness.coordinator.plan(req, CHUNK)
+        total = len(req.origin_input_ids)
+        stop = min(total, req.prefix_len + CHUNK) if step is None else step.stop
+        assert would_wait == (stop == req.prefix_len or (whole and stop < total))
+
+
 def test_coordinator_prompt_whose_limit_is_less_than_a_page_would_wait() -> None:
     for block_s, limit_tokens in ((100.0, 4 * PAGE), (15.0, 0)):  # time for 19 tokens, and for 2
         with Passing(block_s=block_s) as harness:

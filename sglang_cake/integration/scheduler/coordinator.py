@@ -44,7 +44,7 @@ from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import PromptCosts, StepWork, TierLoads, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
-from sglang_cake.loading.meet import Meet
+from sglang_cake.loading.meet import Meet, View
 from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
 from sglang_cake.loading.priority import FcfsSchedule, QueueEntry, TenantTokens
 
@@ -619,7 +619,7 @@ class Coordinator:
             when_free = self.step_costs.costs_when_free(record)
             best_s = self.step_costs.outlook(record, when_free).best_s
             record.stats.predicted_s = record.local_waited_s() + best_s
-        step = self._next_step(record, chunk_tokens, costs)
+        step = self._next_step(record, record.meet.view(), chunk_tokens, costs)
         if step.wait:
             self.waiting = True
             over_s = self.step_costs.rest_of_loads_s(record)
@@ -730,9 +730,12 @@ class Coordinator:
             return True
         if not record.agreed.lookup_done or not record.loading:
             return self._awaits_lookup(record)
-        if record.meet.island() is not None:
-            return False  # the island joins the tree in that step
-        step = self._next_step(record, chunk_tokens, self.step_costs.costs(record))
+        view = record.meet.view()
+        if (island := record.meet.island()) is not None:  # it joins the tree before that step
+            first = island.stop // view.block_tokens
+            states = view.states[first - view.first :]
+            view = replace(view, front=island.stop, first=first, states=states)
+        step = self._next_step(record, view, chunk_tokens, self.step_costs.costs(record))
         return step.wait or (whole and step.stop < len(record.tokens))
 
     def requeued(self, req: "Req") -> None:
@@ -1093,10 +1096,12 @@ class Coordinator:
         assert record is not None, req.rid
         return record
 
-    def _next_step(self, record: PromptRecord, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
-        """The decision about the next step; the front touches no island."""
+    def _next_step(
+        self, record: PromptRecord, view: View, chunk_tokens: int, costs: PromptCosts
+    ) -> StepPlan:
+        """The decision about the next step; the front of `view` touches no island."""
         return next_step(
-            record.meet.view(),
+            view,
             mode=self._config.mode,
             chunk_tokens=chunk_tokens,
             costs=replace(costs, others_wait=self._prompt_count > 1),
