@@ -654,6 +654,7 @@ class Named:
 
     Attributes:
         identity: takes results at once if `reduce_min` is None, else in `poll`.
+        loaded: the files as SGLang has loaded them.
         layers: of the model, as SGLang has loaded it.
     """
 
@@ -667,7 +668,11 @@ class Named:
             model_config=SimpleNamespace(model_path=str(folder), revision=None),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.layers)),
         )
-        self.loaded = LoadedFiles(True, ModelSource(str(folder)).weights_or_none())
+        self.values = ctx.server_args
+        self.loaded = LoadedFiles(True)
+        source = ModelSource(str(folder))
+        self.loaded.reads(source, self.values)
+        self.loaded.weights = source.weights_or_none()
         self.identity = Identity(
             ctx,
             {"format": "auto", "weight_version": "default", "layout": "l"},
@@ -679,6 +684,13 @@ class Named:
     @property
     def digest(self) -> bytes:
         return self.published[-1].digest()
+
+    def load_draft(self, folder: Path) -> None:
+        """Record a draft model as SGLang loads it."""
+        source = ModelSource(str(folder))
+        self.loaded.reads(source, self.values)
+        draft = LoadedDraft(SimpleNamespace(), source, source.weights_or_none())
+        self.loaded.drafts.append(draft)
 
     @property
     def weights(self) -> str:
@@ -718,6 +730,48 @@ def test_identity_model_changed_while_loading_is_private(tmp_path: Path) -> None
     _checkpoint(tmp_path / "a", 2.0)
     one.identity.start()
     assert one.identity.is_private
+
+
+@pytest.mark.parametrize("changed", ["config.json", "model.py", "new.json", "scales.json"])
+def test_identity_configuration_changed_while_loading_stays_private_after_an_update(
+    tmp_path: Path, changed: str
+) -> None:
+    """SGLang computes with the old one, also with other weights. `scales.json` is of
+    `--quantization-param-path`."""
+    folder, beside = _checkpoint(tmp_path / "a", 1.0), tmp_path / "beside"
+    beside.mkdir()
+    (folder / "model.py").write_text("")
+    (beside / "scales.json").write_text("{}")
+    args = {"trust_remote_code": True, "quantization_param_path": str(beside / "scales.json")}
+    named = Named(folder, **args)
+    one = Named(folder, **args)
+    named.identity.start()
+    assert not named.identity.is_private
+    (beside if changed == "scales.json" else folder).joinpath(changed).write_text("1")
+    one.identity.start()
+    assert one.identity.is_private
+    one.identity.weights_changed(file_states(folder.glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
+
+
+def test_identity_files_that_the_load_downloads_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be newer than the process. A file that was there before must not change."""
+    folder = _checkpoint(tmp_path / "snapshot", 1.0)
+    monkeypatch.setattr(ModelSource, "folder", lambda source: folder)
+    found = []
+    for edited in (False, True):
+        (folder / "model.safetensors").unlink()
+        (folder / "hf_quant_config.json").unlink(missing_ok=True)
+        one = Named(Path("some/model"))
+        (folder / "hf_quant_config.json").write_text("{}")
+        if edited:
+            (folder / "config.json").write_text("{} ")
+        _checkpoint(folder, 1.0, config=False)
+        one.identity.start()
+        found.append(one.identity.is_private)
+    assert found == [False, True]
 
 
 def test_identity_load_that_was_not_observed_is_private(tmp_path: Path) -> None:
@@ -812,18 +866,13 @@ def test_identity_update_in_unknown_format_is_private(
     assert one.weights != first
 
 
-def _draft(folder: Path) -> LoadedDraft:
-    source = ModelSource(str(folder))
-    return LoadedDraft(SimpleNamespace(), source, source.weights_or_none())
-
-
 def test_identity_names_the_draft_model_by_its_content(tmp_path: Path) -> None:
     target = _checkpoint(tmp_path / "target", 1.0)
     names = []
     for number, value in enumerate((None, 1.0, 1.0, 2.0)):
         one = Named(target)
         if value is not None:
-            one.loaded.drafts.append(_draft(_checkpoint(tmp_path / f"draft-{number}", value)))
+            one.load_draft(_checkpoint(tmp_path / f"draft-{number}", value))
         one.identity.start()
         assert not one.identity.is_private
         names.append(one.digest)
@@ -834,8 +883,17 @@ def test_identity_names_the_draft_model_by_its_content(tmp_path: Path) -> None:
 def test_identity_draft_model_that_changed_while_it_was_loaded_is_private(tmp_path: Path) -> None:
     one = Named(_checkpoint(tmp_path / "target", 1.0))
     folder = _checkpoint(tmp_path / "draft", 1.0)
-    one.loaded.drafts.append(_draft(folder))
+    one.load_draft(folder)
     _checkpoint(folder, 2.0)
+    one.identity.start()
+    assert one.identity.is_private
+
+
+def test_identity_draft_model_whose_configuration_changed_is_private(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "target", 1.0))
+    folder = _checkpoint(tmp_path / "draft", 1.0)
+    one.load_draft(folder)
+    (folder / "config.json").write_text("{} ")
     one.identity.start()
     assert one.identity.is_private
 
@@ -843,7 +901,7 @@ def test_identity_draft_model_that_changed_while_it_was_loaded_is_private(tmp_pa
 def test_identity_update_beside_a_draft_model_is_private(tmp_path: Path) -> None:
     """The draft model may have changed as well."""
     one = Named(_checkpoint(tmp_path / "target", 1.0))
-    one.loaded.drafts.append(_draft(_checkpoint(tmp_path / "draft", 1.0)))
+    one.load_draft(_checkpoint(tmp_path / "draft", 1.0))
     one.identity.start()
     files = file_states(_checkpoint(tmp_path / "new", 2.0).glob("*.safetensors"))
     one.identity.weights_changed(files, "auto", None)
@@ -962,6 +1020,34 @@ def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
         assert load(lambda runner: runner, runner) is runner
     assert loaded.model_recorded
     assert len(loaded.drafts) == drafts
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_weight_hooks_configuration_is_recorded_before_sglang_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_draft: bool
+) -> None:
+    """Between the read and the load of the weights, ranks wait for each other."""
+    target, draft = (_checkpoint(tmp_path / name, 1.0) for name in ("target", "draft"))
+    one = Named(target)
+    one.loaded.configs.clear()
+    one.loaded.model_recorded = False
+    monkeypatch.setattr(weight_hooks, "LOADED", one.loaded)
+    hooks = hooks_of(weight_hooks.install)
+    args = ServerArgs(
+        model_path=str(target),
+        speculative_algorithm="EAGLE",
+        speculative_draft_model_path=str(draft),
+    )
+    for drafts in (False, True):
+        folder = draft if drafts else target
+        model = SimpleNamespace(model_path=str(folder), revision=None)
+        worker = SimpleNamespace(server_args=args, is_draft_worker=drafts, model_config=model)
+        hooks["_init_model_config"](lambda worker: None, worker)
+        if drafts == is_draft:
+            (folder / "config.json").write_text("{} ")
+        hooks["load_model"](lambda worker: None, worker)
+    one.identity.start()
+    assert one.identity.is_private
 
 
 @pytest.fixture

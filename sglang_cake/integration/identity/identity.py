@@ -496,6 +496,12 @@ class ModelSource:
         except (ConfigError, OSError):
             return None
 
+    def is_changed(self, before: Files | None, after: Files) -> bool:
+        """Whether files are others than before the load, which may have had to download some."""
+        if self.is_local:
+            return before != after
+        return before is not None and not before.items() <= after.items()
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
@@ -529,6 +535,10 @@ class LoadedFiles:
     Attributes:
         model_recorded: whether the load of the model was observed.
         weights: the weight files before the load; None if the load had to download them.
+        configs: the files of a model's configuration before SGLang read them; None if it had to
+            download them.
+        beside: the files of `kv_settings.content_paths` at the same time; None if they cannot be
+            read.
         drafts: models that propose tokens with KV of their own, in the order of their loads.
         adapters: files by LoRA id; None if they are unknown.
         on_adapter: called with each LoRA id that is loaded.
@@ -536,9 +546,30 @@ class LoadedFiles:
 
     model_recorded: bool = False
     weights: Files | None = None
+    configs: dict[ModelSource, Files | None] = field(default_factory=dict)
+    beside: list[Files] | None = None
     drafts: list[LoadedDraft] = field(default_factory=list)
     adapters: dict[str, Files | None] = field(default_factory=dict)
     on_adapter: Callable[[str], None] | None = None
+
+    def reads(self, source: ModelSource, values: "ServerArgs") -> None:
+        """SGLang is about to read the configuration of a model, or has the record of an earlier
+        read already, which stays."""
+        if source not in self.configs:
+            try:
+                found = source.configuration(code=bool(values.trust_remote_code))
+            except (ConfigError, OSError):
+                found = None
+            self.configs[source] = found
+        if self.beside is None:
+            with contextlib.suppress(OSError):
+                self.beside = _files_beside(values)
+
+
+def _files_beside(values: "ServerArgs") -> list[Files]:
+    return [
+        content.file_states(content.all_files(path)) for path in kv_settings.content_paths(values)
+    ]
 
 
 LOADED = LoadedFiles()  # a process has one model, with its draft models
@@ -670,18 +701,18 @@ def model_jobs(
     unreadable: str | None = None
     try:
         weights = source.weights()
-        if not loaded.model_recorded or loaded.weights not in (None, weights):
+        if not loaded.model_recorded or source.is_changed(loaded.weights, weights):
             private = private or "files changed while they were loaded"
-        code = bool(values.trust_remote_code)
-        configs = source.configuration(code=code)
-        for path in kv_settings.content_paths(values):
-            beside.append(content.file_states(content.all_files(path)))
+        configs = _configuration(source, values, loaded)
+        beside = _files_beside(values)
+        if beside != (loaded.beside or []):
+            raise ContentChanged("files beside the model changed while it was loaded")
         for draft in loaded.drafts:
             found = draft.source.weights()
-            if draft.weights not in (None, found):
+            if draft.source.is_changed(draft.weights, found):
                 private = private or "files of the draft model changed while they were loaded"
-            drafts += [found, draft.source.configuration(code=code)]
-    except (ConfigError, OSError) as error:
+            drafts += [found, _configuration(draft.source, values, loaded)]
+    except (ConfigError, ContentChanged, OSError) as error:
         unreadable = str(error)
     if private is not None:
         logger.warning(
@@ -713,6 +744,15 @@ def model_jobs(
         DigestJob(CONFIGURATION, compute, others),
         DigestJob(WEIGHTS, compute_weights, weights_bytes),
     )
+
+
+def _configuration(source: ModelSource, values: "ServerArgs", loaded: LoadedFiles) -> Files:
+    """The files of the configuration that SGLang has read. Raises: ContentChanged if they are
+    others now; ConfigError, OSError."""
+    files = source.configuration(code=bool(values.trust_remote_code))
+    if source.is_changed(loaded.configs.get(source), files):
+        raise ContentChanged(f"the configuration in {source.path} changed while it was loaded")
+    return files
 
 
 def update_job(files: Files | None, complete: frozenset[str] | None) -> DigestJob:

@@ -22,6 +22,7 @@ from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Serv
 from sglang_cake.integration.request.media import forget_embeddings
 from sglang_cake.integration.support_matrix import has_draft_kv
 
+_WORKER = "sglang.srt.managers.tp_worker.TpModelWorker"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -30,6 +31,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 def install() -> None:
     """Register the hooks. Call while plugins are being loaded."""
     around: dict[str, Callable[..., Any]] = {
+        f"{_WORKER}._init_model_config": _read_config,
         f"{_RUNNER}.load_model": _load_model,
         f"{_LORA}._load_lora_adapter": _load_adapter,
         f"{_LORA}._load_lora_adapter_from_tensors": _push_adapter,
@@ -47,12 +49,26 @@ def install() -> None:
         register(function, hook, HookType.AROUND, unsafe=True)
 
 
+def _read_config(original: Any, worker: Any) -> Any:
+    """SGLang reads config.json here. The load of the weights begins later."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(worker.server_args)
+    path, revision = view.model_path, view.revision
+    if worker.is_draft_worker:
+        path = view.speculative_draft_model_path or path
+        revision = view.speculative_draft_model_revision or revision
+    LOADED.reads(ModelSource(path, revision, view.download_dir), view)
+    return original(worker)
+
+
 def _load_model(original: Any, runner: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     model = runner.model_config
     view = resolving_view(runner.server_args)
     source = ModelSource(model.model_path, model.revision, view.download_dir)
+    LOADED.reads(source, view)  # for a worker that reads its configuration in another way
     if not runner.is_draft_worker:
         LOADED.weights = source.weights_or_none()
         LOADED.model_recorded = True
