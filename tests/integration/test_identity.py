@@ -499,6 +499,57 @@ def test_identity_gpu_that_quantises_no_activations_counts_for_such_models(
     assert len(found) == digests
 
 
+@pytest.mark.parametrize(
+    ("quantization", "shared"),
+    [
+        (None, True),
+        ("w8a8_int8", True),
+        ("fp8", False),
+        ("gptq", False),
+        ("awq", False),
+        ("mxfp4", False),
+        ("compressed-tensors", False),
+    ],
+)
+def test_identity_cpu_counts_for_models_whose_activations_gpus_treat_in_another_way(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, shared: bool
+) -> None:
+    """AMX quantises the activations of AWQ and GPTQ, and not those of FP8."""
+    found = set()
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at=capability: at)
+        found.add(_digest(device="cuda", quantization=quantization))
+    assert (_digest(device="cpu", quantization=quantization) in found) == shared
+    if not shared:
+        assert _digest(device="cpu", quantization=quantization) != _digest(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "fp4_experts", "digests"),
+    [
+        (None, False, 1),
+        ("gptq", False, 1),
+        ("fp8", False, 1),
+        ("fp8", True, 3),
+        ("mxfp4", False, 3),
+        ("quark", False, 3),
+    ],
+)
+def test_identity_amds_gpus_count_for_models_with_fp4(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, fp4_experts: bool, digests: int
+) -> None:
+    """Only gfx950 multiplies FP4, and its activations are others than those of Blackwell."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    facts = {"device": "cuda", "quantization": quantization, "fp4_experts": fp4_experts}
+    found = {_digest(**facts)}
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for arch in ("gfx942:sramecc+:xnack-", "gfx942", "gfx950"):
+        named = SimpleNamespace(gcnArchName=arch)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda named=named: named)
+        found.add(_digest(**facts))
+    assert len(found) == digests
+
+
 @pytest.mark.parametrize("runner", ["triton", "triton_kernel"])
 def test_identity_mxfp4_with_kernels_of_triton_has_the_namespace_of_gpus_without_fp4(
     monkeypatch: pytest.MonkeyPatch, runner: str

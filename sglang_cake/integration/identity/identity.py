@@ -44,7 +44,7 @@ MAX_ADAPTERS = 4096  # adapters whose digests are kept
 # Files of up to this size in all are hashed at once, which takes about a quarter of a second. So
 # the digests of small models and of adapters are known when the first request comes.
 SHORT_BYTES = 256 << 20
-# Kinds of quantisation that leave activations as they are on every device.
+# Kinds of quantisation that leave activations as they are on every GPU.
 WEIGHT_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
 # Packages with kernels, which SGLang installs on GPUs.
 KERNEL_PACKAGES = (
@@ -294,21 +294,28 @@ def _device_name(ctx: "TreeCacheBuildContext") -> str:
 def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any], moe_runner: str) -> str:
     """The number formats whose weights SGLang dequantises here: formats that this GPU cannot
     multiply, for which it picks kernels such as Marlin's, and MXFP4 with a MoE runner of Triton.
-    Activations are not quantised then, as they are elsewhere."""
+    Activations are not quantised then, as they are elsewhere. Or the kind of device, if it has
+    kernels of its own that treat activations in another way; "" if there is nothing to tell."""
     quantised = [each for each in models if each.quantization]
     names = [str(each.quantization) for each in quantised]
-    on_gpu = ctx.tp_worker.model_runner.device == "cuda" and torch.version.hip is None
-    if not on_gpu or all(name.startswith(WEIGHT_ONLY) for name in names):
+    device = str(ctx.tp_worker.model_runner.device)
+    if device != "cuda":
+        # Kernels for CPUs quantise the activations of AWQ and GPTQ, and not those of FP8.
+        return "" if set(names) <= {"w8a8_int8"} else device
+    if all(name.startswith(WEIGHT_ONLY) for name in names):
         return ""
+    has_fp4 = any(  # of most formats the name does not tell which numbers the weights are
+        each.is_fp4_experts or not ("int8" in name or "fp8" in name)
+        for each, name in zip(quantised, names, strict=True)
+    )
+    if torch.version.hip is not None:  # only some multiply FP4, with other activations
+        return torch.cuda.get_device_properties().gcnArchName.split(":")[0] if has_fp4 else ""
     capability = torch.cuda.get_device_capability()
-    lacking = []  # of most formats the name does not tell which numbers the weights are
+    lacking = []
     if capability < (8, 9) and not all("int8" in name for name in names):
         lacking.append("fp8")
     by_triton = "mxfp4" in names and moe_runner in ("triton", "triton_kernel")
-    if (capability < (10, 0) or by_triton) and any(
-        each.is_fp4_experts or not ("int8" in name or "fp8" in name)
-        for each, name in zip(quantised, names, strict=True)
-    ):
+    if (capability < (10, 0) or by_triton) and has_fp4:
         lacking.append("fp4")
     return " ".join(lacking)
 
