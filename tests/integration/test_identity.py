@@ -1214,6 +1214,32 @@ def test_weight_hooks_adapter_that_failed_to_load_here_is_recorded_as_on_other_r
     assert LOADED.adapters == {"a": None}
 
 
+def test_weight_hooks_adapter_that_stays_loaded_keeps_its_digest_over_many_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Digests of unloaded adapters are forgotten in its place."""
+    monkeypatch.setattr(weight_hooks, "MAX_ADAPTERS", 3)
+    one = _started(tmp_path / "model", 1.0)
+    monkeypatch.setattr(weight_hooks, "LOADED", one.loaded)
+    folder = _checkpoint(tmp_path / "adapter", 1.0)
+    manager = SimpleNamespace(loras={})
+
+    def original(manager: Any, ref: Any) -> Any:
+        manager.loras[ref.lora_id] = SimpleNamespace(
+            layers=[], embedding_layers={}, added_tokens_embeddings={}
+        )
+        return SimpleNamespace(success=True)
+
+    load = hooks_of(weight_hooks.install)["_load_lora_adapter"]
+    ids = [f"{number}" for number in range(9)]
+    for lora_id in ids:
+        load(original, manager, SimpleNamespace(lora_path=str(folder), lora_id=lora_id))
+        if lora_id not in ("0", "2", "4", "6"):
+            del manager.loras[lora_id]
+    known = [each for each in ids if one.identity.adapter(each) is not None]
+    assert known == list(one.loaded.adapters) == ["0", "2", "4", "6", "8"]
+
+
 def test_identity_update_after_tensors_were_lost_is_private(tmp_path: Path) -> None:
     """The files may lack tensors that have no value from a file, such as buffers."""
     one = _started(tmp_path / "a", 1.0)

@@ -40,7 +40,6 @@ logger = logging.getLogger("sglang_cake")
 
 NamespaceFields = dict[str, str]
 PRIVATE = "private-"
-MAX_ADAPTERS = 4096  # adapters whose digests are kept
 # Files of up to this size in all are hashed at once, which takes about a quarter of a second. So
 # the digests of small models and of adapters are known when the first request comes.
 SHORT_BYTES = 256 << 20
@@ -922,8 +921,8 @@ class Identity:
         for job in self._jobs.take_finished():
             if job.adapter is not None:
                 self._adapters[job.adapter] = (job.fields or {}).get("adapter", job.private_name)
-                if len(self._adapters) > MAX_ADAPTERS:
-                    del self._adapters[next(iter(self._adapters))]
+                for lora_id in self._adapters.keys() - self._loaded.adapters.keys():
+                    del self._adapters[lora_id]
                 continue
             if job.name == WEIGHTS:
                 self._weights = (job.fields or {}).get("weights", job.private_name)

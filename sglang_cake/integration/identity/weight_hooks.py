@@ -12,12 +12,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.boundary import register
 from sglang_cake.integration.compat import weights_are_being_pushed
 from sglang_cake.integration.identity.content import Files
-from sglang_cake.integration.identity.identity import (
-    LOADED,
-    MAX_ADAPTERS,
-    LoadedDraft,
-    ModelSource,
-)
+from sglang_cake.integration.identity.identity import LOADED, LoadedDraft, ModelSource
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Service
 from sglang_cake.integration.request.media import forget_embeddings
 from sglang_cake.integration.support_matrix import has_draft_kv
@@ -26,6 +21,9 @@ _WORKER = "sglang.srt.managers.tp_worker.TpModelWorker"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+# With so many records, a new one takes the place of the oldest of an adapter that is not loaded.
+MAX_ADAPTERS = 4096
 
 
 def install() -> None:
@@ -88,15 +86,15 @@ def _load_adapter(original: Any, manager: Any, ref: Any) -> Any:
         # SGLang's tree has KV under the LoRA id. An id that is loaded again from other files must
         # have no digest.
         earlier = LOADED.adapters.get(ref.lora_id, after)
-        _record_adapter(ref.lora_id, after if before == after == earlier else None)
+        _record_adapter(manager, ref.lora_id, after if before == after == earlier else None)
     else:
-        _record_adapter(ref.lora_id, None)  # it may have been loaded on other ranks
+        _record_adapter(manager, ref.lora_id, None)  # it may have been loaded on other ranks
     return result
 
 
 def _push_adapter(original: Any, manager: Any, ref: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(manager, ref, *args, **kwargs)
-    _record_adapter(ref.lora_id, None)  # also after a failure: other ranks may have it
+    _record_adapter(manager, ref.lora_id, None)  # also after a failure: other ranks may have it
     return result
 
 
@@ -122,12 +120,13 @@ def _adapter_files(path: str) -> Files | None:
         return None
 
 
-def _record_adapter(lora_id: str, files: Files | None) -> None:
+def _record_adapter(manager: Any, lora_id: str, files: Files | None) -> None:
+    if len(LOADED.adapters) >= MAX_ADAPTERS:
+        unloaded = (each for each in LOADED.adapters if each not in manager.loras)
+        LOADED.adapters.pop(next(unloaded, ""), None)
     LOADED.adapters[lora_id] = files
     if LOADED.on_adapter is not None:  # else there is no tree yet, and `Identity.start` reads it
         LOADED.on_adapter(lora_id)
-    if len(LOADED.adapters) > MAX_ADAPTERS:
-        del LOADED.adapters[next(iter(LOADED.adapters))]
 
 
 def _service(updater: Any) -> Service | None:
