@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 from sglang_cake.core.codec_names import AUTO, CHOICES, LOSSY, RAW, own_names
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.service_links import without_service_links
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import DEFAULT_POLICY, parse_size
@@ -349,7 +350,7 @@ def resolve(
     """
     variables = {
         variable.removeprefix(ENVIRONMENT_PREFIX): value
-        for variable, value in environ.items()
+        for variable, value in without_service_links(environ).items()
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in (CONFIG_ENV, ENABLED_ENV)
     }
     for name in variables:

@@ -225,6 +225,16 @@ def test_kv_facts_unknown_environment_variable_counts(
     assert "s3cret" not in str(found)
 
 
+def test_kv_facts_links_of_a_kubernetes_service_do_not_count() -> None:
+    given = {
+        "SGLANG_ROUTER_SERVICE_HOST": "10.96.3.4",
+        "SGLANG_ROUTER_SERVICE_PORT": "8000",
+        "SGLANG_ROUTER_PORT": "tcp://10.96.3.4:8000",
+        "SGLANG_ROUTER_PORT_8000_TCP_ADDR": "10.96.3.4",
+    }
+    assert kv_settings.counted_environment(given) == {}
+
+
 def test_kv_facts_environment_variable_at_its_default_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

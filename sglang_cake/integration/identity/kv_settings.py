@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang_cake.core.service_links import without_service_links
 from sglang_cake.integration.compat import default_value
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def counted_environment(environ: Mapping[str, str]) -> dict[str, str]:
     values themselves are not stored, since the store may be on another machine."""
     return {
         name: _digest(value)
-        for name, value in sorted(environ.items())
+        for name, value in sorted(without_service_links(environ).items())
         if _ENVIRONMENT.match(name)
         and not _UNRELATED_ENVIRONMENT.match(name)
         and not _is_default(name)
