@@ -107,6 +107,19 @@ def test_arrival_extra_key_that_is_the_id_of_an_adapter_is_kept_apart_from_its_r
     assert tenant.extra_key == "tenant"
 
 
+def test_arrival_extra_keys_that_differ_in_slashes_stay_different(
+    hooks: Hooks, server: PrefillServer
+) -> None:
+    lora_id = LoRARef.deterministic_id("name", "/path")
+    requests = [req_of(2.5, name) for name in "abcd"]
+    for req, key in zip(requests, ("", "/", "//", "/x"), strict=True):
+        req.extra_key = lora_id + key
+        for _ in range(2):  # and once more after a retraction
+            hooks["_add_request_to_queue"](None, server, req)
+    found = [req.extra_key for req in requests]
+    assert found == [f"{lora_id}/", f"{lora_id}//", f"{lora_id}///", f"{lora_id}/x"]
+
+
 def test_prefill_server_ranks_reduce_while_a_request_awaits_its_decode_server(
     hooks: Hooks, server: PrefillServer
 ) -> None:

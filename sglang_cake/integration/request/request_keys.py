@@ -11,6 +11,9 @@ from sglang_cake.integration.request.media import media_of
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+# Attribute of a request whose extra key has been changed. It may arrive again after a retraction.
+_CHANGED = "cake_extra_key_changed"
+
 
 class RequestKeys:
     """The keys of requests. A request has none if they would not cover all that its KV depends on,
@@ -113,9 +116,11 @@ def keep_apart_from_adapters(req: "Req") -> None:
     that id as extra key: name and path give away the ids of `--lora-paths`. The KV of the bare
     model would be taken for the adapter's then, and be stored under the keys of its content.
     """
-    _, _, last = (req.extra_key or "").rpartition("/")
-    if req.lora_id is None and re.search("[0-9a-f]{32}", last):
+    # The slash is appended behind other slashes too, or two keys of clients would become one.
+    last = (req.extra_key or "").rstrip("/").rpartition("/")[2]
+    if req.lora_id is None and re.search("[0-9a-f]{32}", last) and not hasattr(req, _CHANGED):
         req.extra_key += "/"
+        setattr(req, _CHANGED, True)
 
 
 def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
