@@ -131,6 +131,8 @@ def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
     extra_key = req.extra_key
     if req.lora_id is not None:
         # SGLang appends an id made of the adapter's name and path, which does not identify its
-        # weights. The digest takes its place.
-        extra_key = (extra_key or "").removesuffix(req.lora_id) or None
+        # weights, and behind it the number of ranks of elastic expert parallelism. The digest takes
+        # the place of the id.
+        before, _, behind = (extra_key or "").rpartition(req.lora_id)
+        extra_key = before + behind or None
     return KeySeed(namespace, extra_key, req.cache_salt or None, adapter)
