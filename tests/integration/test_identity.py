@@ -1138,6 +1138,32 @@ def test_weight_hooks_check_that_resets_tensors_changes_the_weights(
 
 
 @pytest.mark.parametrize(
+    ("tags", "kept", "lost"),
+    [
+        (None, False, True),
+        ([], False, True),
+        (["kv_cache", "weights"], False, True),
+        (["kv_cache"], False, False),
+        (None, True, False),
+    ],
+)
+def test_weight_hooks_resumed_weights_are_lost_unless_sglang_has_a_copy(
+    updater: Any, tags: list[str] | None, kept: bool, lost: bool
+) -> None:
+    """An update from files restores neither parameters that the files lack, nor tensors that are no
+    parameters, such as the weight of Llama 4's norm of queries and keys."""
+    updater.scheduler.tree_cache.service.identity.keeps_weights = kept
+
+    def original(updater: Any, request: Any) -> None:
+        updater.calls.append("original")
+
+    hook = hooks_of(weight_hooks.install)["resume_memory_occupation"]
+    hook(original, updater, SimpleNamespace(tags=tags))
+    resumed = ["lost", "changing", "original", "changed None"]
+    assert updater.calls == (resumed if lost else ["original"])
+
+
+@pytest.mark.parametrize(
     ("name", "session"), [("begin_weight_update", "open"), ("end_weight_update", None)]
 )
 def test_weight_hooks_refused_session_changes_nothing(

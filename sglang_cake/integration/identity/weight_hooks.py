@@ -209,11 +209,13 @@ def _release(original: Any, updater: Any, request: Any) -> Any:
 
 
 def _resume(original: Any, updater: Any, request: Any) -> Any:
-    """Weights whose memory was released have unknown values, unless SGLang kept a copy."""
+    """Weights whose memory was released have unknown values, unless SGLang kept a copy. So have
+    tensors that no file has: SGLang restores buffers alone."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 
     service = _service(updater)
     lost = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
     if service is None or not lost or service.identity.keeps_weights:
         return original(updater, request)
+    service.identity.tensors_lost()
     return _push(original, updater, request)
