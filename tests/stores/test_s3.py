@@ -21,7 +21,13 @@ from sglang_cake.core.errors import (
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.s3.s3_store import LOOKUPS_AT_ONCE, READ_BYTES, S3Store
+from sglang_cake.stores.s3.bucket import S3Bucket
+from sglang_cake.stores.s3.s3_store import (
+    DESCRIPTION_TRIES,
+    LOOKUPS_AT_ONCE,
+    READ_BYTES,
+    S3Store,
+)
 from sglang_cake.testing.store_contract import (
     FRAME,
     LAYOUT,
@@ -137,6 +143,29 @@ async def test_s3_source_namespaces_are_those_of_stored_blocks(server, bucket):
         FRAME.digest: NAMESPACE.describe(),
         other.digest: {},
     }
+
+
+@pytest.mark.parametrize("failures", [1, DESCRIPTION_TRIES])
+async def test_s3_source_description_that_cannot_be_read_now_is_not_taken_for_none(
+    server, bucket, monkeypatch, failures
+):
+    source = server.source(f"{bucket}/kv")
+    async with closing(source.open(FRAME, depth=1)) as store:
+        await store.put(A, block_of("a"))
+    reading, left = S3Bucket.reading, [StoreUnavailable("no answer in 2.0 s")] * failures
+
+    def late(self, name, size_bytes):
+        if left:
+            raise left.pop()
+        return reading(self, name, size_bytes)
+
+    monkeypatch.setattr(S3Bucket, "reading", late)
+    if failures < DESCRIPTION_TRIES:
+        (found,) = await source.namespaces()
+        assert found.fields == NAMESPACE.describe()
+    else:
+        with pytest.raises(StoreUnavailable, match="no answer"):
+            await source.namespaces()
 
 
 async def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket):

@@ -47,6 +47,7 @@ DESCRIBE_EVERY_S = 600.0
 CHECK_S = 8.0  # limit for the check at start
 MAX_NAMESPACES = 10_000
 LIMITS = TimeoutLimits()
+DESCRIPTION_TRIES = 3  # without a description, the blocks of a namespace are not counted
 MAX_PREFIX_BYTES = 512  # a name may have 1024 bytes, and a block needs 136 of them
 
 _NAME = re.compile(r"([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
@@ -295,15 +296,22 @@ class S3Source:
         return ""
 
     async def _fields(self, bucket: S3Bucket, name: str) -> dict[str, str]:
-        try:
+        """The description of a namespace; empty if it has none. Raises: StoreUnavailable."""
+        place = self.place.name(name, DESCRIPTION)
+        for left in reversed(range(DESCRIPTION_TRIES)):
             raw = b""
-            place = self.place.name(name, DESCRIPTION)
-            async with bucket.reading(place, MAX_DESCRIPTION_BYTES) as answer:
-                body = answer["Body"]
-                while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
-                    raw += data
-        except StoreError:
-            return {}
+            try:
+                async with bucket.reading(place, MAX_DESCRIPTION_BYTES) as answer:
+                    body = answer["Body"]
+                    while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
+                        raw += data
+            except StoreUnavailable:  # after a timeout, the next try has twice the time
+                if not left:
+                    raise
+            except StoreError:
+                return {}
+            else:
+                break
         return read_fields(raw[:MAX_DESCRIPTION_BYTES]) or {}
 
 
