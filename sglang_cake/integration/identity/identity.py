@@ -838,8 +838,10 @@ class Identity:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether SGLang restores weights whose memory was released from a copy on the CPU."""
-        return bool(self._values.enable_weights_cpu_backup)
+        """Whether weights whose memory is released are as before when it is taken again: SGLang has
+        a copy on the CPU, or releases no memory."""
+        values = self._values
+        return bool(values.enable_weights_cpu_backup or not values.enable_memory_saver)
 
     @property
     def is_private(self) -> bool:
