@@ -337,6 +337,10 @@ async def _measured(
                 await run_in_own_thread(store.source.check)
                 (speed,) = await measure_size(store, block_bytes, [depth], bench_bytes, bar)
     except TimeoutError:
+        if store.files is not None and store.files.is_being_rebuilt():
+            text = f"{store.url}: its index is being rebuilt, as after a restart of the machine; "
+            text += "a server or `sglang-cake store gc` completes that. Reading and writing were "
+            return [Finding("note", "store", text + "not measured"), *_spaces(store, kv)], None
         text = f"{store.url}: {bench_s:g} s were not enough to write and read "
         text += f"{size_text(max(bench_bytes, 2 * depth * block_bytes))}: use a faster one"
         return [Finding("mend", "store", text)], None

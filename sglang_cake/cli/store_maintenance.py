@@ -1,7 +1,6 @@
 """`sglang-cake store verify`, `gc` and `clear`: maintenance of a store, also while it is used."""
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -34,6 +33,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, Sto
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import BlockInfo
 from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import parse_size
 
 MAX_CORRUPT_NAMED = 100  # keys in a report
@@ -166,7 +166,7 @@ async def _gc(args: argparse.Namespace) -> int:
             raise ConfigError(f"{named.url}: only file stores need it; to shrink it, give --to")
         result: dict[str, Any] = {"url": named.url, "temporary_files": 0, "corrupt_files": 0}
         if named.files is not None:
-            result |= await asyncio.to_thread(_tidy, named.files)
+            result |= await run_in_own_thread(_tidy, named.files)
         result |= await _shrink(named, keep_bytes)
         results.append(result)
     if args.json:
@@ -279,7 +279,7 @@ async def _clear(args: argparse.Namespace) -> int:
             deleted += await _delete(named, frame, None)
         if named.files is not None:
             digests = [named.stored(frame).digest for _, frame in good]
-            deleted += await asyncio.to_thread(_remove_rest, named, digests, bad)
+            deleted += await run_in_own_thread(_remove_rest, named, digests, bad)
         complain(named, bad)
         results.append({"url": named.url, "deleted_blocks": deleted, "unreadable_namespaces": bad})
         if not args.json:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,8 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.file.paths import new_tmp_name
+from sglang_cake.stores.file.nofollow import lock, open_private
+from sglang_cake.stores.file.paths import INDEX_LOCK, new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -294,6 +297,54 @@ def test_store_tools_folder_that_cannot_be_listed_is_one_line_of_error(
     assert captured.err.count(os.strerror(errno.EMFILE)) == 1
     assert len(captured.err.splitlines()) == 1
     assert status == 2
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        ["verify", "{url}"],
+        ["gc", "{url}"],
+        ["gc", "{url}", "--to", "1kB"],
+        ["clear", "{url}", "--yes"],
+        ["cp", "{url}", "file://{copy}"],
+        ["bench", "{url}", "--sizes", "4KiB", "--depths", "1", "--bytes", "64KiB"],
+    ],
+    ids=" ".join,
+)
+def test_store_tools_during_the_rebuild_of_an_index_wait_for_its_end(root, tmp_path, caplog, tool):
+    tool = [part.format(url=url_of(root), copy=tmp_path / "copy") for part in tool]
+    rebuilding = open_private(root / INDEX_LOCK)
+    assert lock(rebuilding, fcntl.LOCK_EX)
+    status = []
+    with waiting_for_the_index(0.0):
+        running = threading.Thread(target=lambda: status.append(store(*tool)))
+        running.start()
+        line = "waiting while its index is being rebuilt"
+        until(lambda: line in caplog.text or not running.is_alive(), "it says that it waits")
+        os.close(rebuilding)
+        running.join()
+    assert line in caplog.text
+    assert status == ["1kB" in tool], "one byte more than the index is not reached"
+
+
+@pytest.mark.parametrize("tool", [["verify"], ["gc"], ["clear", "--yes"]], ids=" ".join)
+def test_store_tools_interrupted_while_an_index_is_rebuilt_end(root, tool):
+    rebuilding = open_private(root / INDEX_LOCK)
+    assert lock(rebuilding, fcntl.LOCK_EX)
+    with process(
+        *(*tool, url_of(root)),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as waiting:
+        try:
+            line = waiting.stderr.readline()
+            waiting.send_signal(signal.SIGINT)
+            _, err = waiting.communicate(timeout=60)
+        finally:
+            waiting.kill()
+            os.close(rebuilding)
+    assert line == f"store {root}: waiting while its index is being rebuilt\n"
+    assert err == "interrupted\n"
+    assert waiting.returncode == 130
 
 
 # ---- verify ----

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -33,6 +34,7 @@ from sglang_cake.stores.file.disk import free_bytes, os_errors, shared_file_syst
 from sglang_cake.stores.file.index import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.namespace_descriptions import described_namespaces_in
+from sglang_cake.stores.file.nofollow import lock
 from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.request_facts import RequestFacts
@@ -234,7 +236,7 @@ class FileSource(FolderSettings):
         return dataclasses.replace(found, capacity_bytes=self.capacity_bytes, policy=self.policy)
 
     def folder(self) -> BlockFolder:
-        """All namespaces, for tools; the caller closes the folder.
+        """All namespaces, for tools; the caller closes the folder. A tool waits for the index.
 
         Raises: StoreUnavailable; ConfigError if the folder is neither empty nor a store, or for a
             tool of root if it belongs to another user.
@@ -243,7 +245,18 @@ class FileSource(FolderSettings):
         if not self.reads_count:
             with os_errors(self.path):
                 _check_user(self.path)
-        return BlockFolder(self)
+        folder = BlockFolder(self)
+        if not self.reads_count:
+            folder.supervisor.wait()
+        return folder
+
+    def is_being_rebuilt(self) -> bool:
+        """Whether a process opens or rebuilds the index now. Changes nothing."""
+        try:
+            with (self.path / INDEX_LOCK).open("rb") as file:
+                return not lock(file.fileno(), fcntl.LOCK_SH)
+        except OSError:
+            return False
 
 
 def _check_user(root: Path) -> None:

@@ -80,6 +80,7 @@ class IndexSupervisor:
         self._lead: int | None = None  # a descriptor: the process that locks it is the leader
         self._index: BlockIndex | None = None
         self._opened = threading.Event()
+        self._tried = threading.Event()  # the index was opened, or that has failed
         self._closing = threading.Event()
         self._wake = threading.Event()
         # Accesses with their time (`time.monotonic`), for each of TRIES_S.
@@ -121,6 +122,15 @@ class IndexSupervisor:
                 self._note_damage(error, index)
                 self._drop_index(index)
             raise StoreUnavailable(f"{self._root}: index: {error}") from error
+
+    def wait(self) -> None:
+        """Blocks until the index is open or cannot be opened, however long that takes.
+
+        For tools: what their process has rebuilt is lost if it ends before.
+        """
+        if not self._tried.wait(max(0.0, self._wait_until_s - time.monotonic())):
+            logger.warning("store %s: waiting while its index is being rebuilt", self._root)
+            self._tried.wait()
 
     def was_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> None:
         """Record a read, which may be an access. It is in the index within about TICK_S."""
@@ -263,6 +273,8 @@ class IndexSupervisor:
             except (sqlite3.Error, OSError):
                 self._make_room()
                 raise
+            finally:
+                self._tried.set()
             self._complained = ""
         with self.open(wait=False) as index:
             with _unless_full():
