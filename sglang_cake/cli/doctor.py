@@ -11,6 +11,7 @@ Exit status: 0 if all is fine, 1 if there is something to mend, 2 for wrong flag
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -316,14 +317,29 @@ async def store_findings(
         bench_bytes: written and read.
         bench_s: limit for that.
         hang_s: further time, in which calls end that cannot be cancelled.
+
+    Cancellation: waits until the written blocks are deleted, for `hang_s` at most.
     """
-    measuring = _measured(store, depth, kv, bench_bytes, bench_s)
+    tasks: list[asyncio.Task[Any] | None] = []
+
+    async def measuring() -> tuple[list[Finding], float | None]:
+        tasks.append(asyncio.current_task())  # of the loop in the other thread
+        return await _measured(store, depth, kv, bench_bytes, bench_s)
+
+    measured = asyncio.ensure_future(run_in_own_thread(lambda: asyncio.run(measuring())))
     try:
-        async with asyncio.timeout(bench_s + hang_s):
-            return await run_in_own_thread(asyncio.run, measuring)
-    except TimeoutError:
+        await asyncio.wait([measured], timeout=bench_s + hang_s)
+    except asyncio.CancelledError:
+        with contextlib.suppress(RuntimeError):  # it has just ended
+            for task in filter(None, tasks):
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        await asyncio.wait([measured], timeout=hang_s)
+        raise
+    if not measured.done():
+        measured.cancel()
         text = f"{store.url}: a call has hung for {hang_s:g} s: see that the disk or server answers"
         return [Finding("mend", "store", text)], None
+    return measured.result()
 
 
 async def _measured(

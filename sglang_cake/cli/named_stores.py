@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import math
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -267,8 +268,22 @@ def add_url_and_json(parser: argparse.ArgumentParser, run: Any) -> None:
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse from a coroutine function."""
-    return lambda args: asyncio.run(tool(args))
+    """A `run` for argparse from a coroutine function. SIGTERM interrupts it, as Ctrl-C does."""
+
+    async def stoppable(args: argparse.Namespace) -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        with suppress(RuntimeError):  # only the main thread gets signals
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await tool(args)
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return asyncio.run(stoppable(args))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    return run
 
 
 @contextmanager

@@ -156,6 +156,27 @@ def test_doctor_slow_store_is_given_up_and_cleaned():
     assert not store.blocks, "what it wrote is deleted"
 
 
+async def test_doctor_interrupted_deletes_its_blocks():
+    writes = threading.Event()
+
+    class FullHourStore(MemoryStore):
+        async def put(self, key, data):
+            await super().put(key, data)
+            writes.set()
+            await asyncio.sleep(3600)
+
+    store = FullHourStore()
+    source = SimpleNamespace(check=lambda: None, open=lambda frame, depth: store)
+    named = NamedStore("slow://", source)
+    finding = asyncio.create_task(store_findings(named, 2, MODEL, bench_s=600.0, hang_s=600.0))
+    assert await asyncio.to_thread(writes.wait, 60)
+    assert store.blocks
+    finding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await finding
+    assert not store.blocks
+
+
 @pytest.mark.parametrize("call", ["check", "open"])
 def test_doctor_store_that_hangs_is_given_up(call):
     go, went_on = threading.Event(), []

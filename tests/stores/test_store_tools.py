@@ -839,7 +839,8 @@ def test_store_verify_on_a_terminal_shows_progress_and_clean_json(root):
     assert json.loads(verifying.stdout)["stores"][0]["ok"] == 4
 
 
-def test_store_bench_interrupted_removes_its_blocks(root):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+def test_store_bench_interrupted_removes_its_blocks(root, sent):
     before = sorted(root.rglob("*"))
     url = f"file://{root}?min_free=0&bandwidth=1kB/s"
     with process(
@@ -853,7 +854,7 @@ def test_store_bench_interrupted_removes_its_blocks(root):
                 lambda: bench.poll() is not None or len(list(root.glob(blocks))) >= 8,
                 "it has put four blocks, and reads",
             )
-            bench.send_signal(signal.SIGINT)
+            bench.send_signal(sent)
             _, err = bench.communicate(timeout=60)
         finally:
             bench.kill()
