@@ -111,7 +111,7 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
 
         found += [version_finding(compat.INSTALLED, compat.differences(), compat.CHECKED)]
         from sglang_cake.integration import server_check
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return [*found, _no_sglang(error)]
     record, config = server_check.read_command_line(argv)
     fault = server_check.plugin_fault()
@@ -189,8 +189,11 @@ def version_finding(version: str, differences: Sequence[str], checked: Specifier
     return _ok("SGLang", f"{version}, with all names that cake uses")
 
 
-def _no_sglang(error: ImportError) -> Finding:
-    if error.name == "sglang":
+def _no_sglang(error: ImportError | OSError) -> Finding:
+    if isinstance(error, OSError) and error.filename is not None:  # it makes its cache folder
+        text = f"cannot be imported ({error}): set HOME or SGLANG_CACHE_DIR to a folder that this "
+        text += "user can write"
+    elif isinstance(error, ImportError) and error.name == "sglang":
         text = "is not installed in this environment: install it, then sglang-cake beside it"
     else:
         text = f"cannot be imported ({error}): without a GPU, run `sglang-cake patch apply`"

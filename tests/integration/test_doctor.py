@@ -275,17 +275,32 @@ def test_doctor_without_sglang_says_so() -> None:
 
 def test_doctor_sglang_that_cannot_be_imported_names_the_repairs(tmp_path: Path) -> None:
     """As without a GPU: a module of SGLang imports what is not there."""
+    done = _beside(tmp_path, "import a_package_for_gpus\n")
+    assert done.returncode == 1, done.stderr
+    assert "0.5.23 differs in" in done.stdout
+    assert "a_package_for_gpus" in done.stdout
+    assert "sglang-cake patch apply" in done.stdout
+
+
+def test_doctor_sglang_whose_cache_folder_cannot_be_made_names_the_variables(
+    tmp_path: Path,
+) -> None:
+    """As for a user of the system without a home: SGLang makes the folder when it is imported."""
+    done = _beside(tmp_path, "import os\nos.makedirs('/proc/home/.cache/sglang/inductor')\n")
+    assert done.returncode == 1, done.stderr
+    assert "'/proc/home'): set HOME or SGLANG_CACHE_DIR to a folder" in done.stdout
+    assert "patch apply" not in done.stdout
+
+
+def _beside(tmp_path: Path, module: str) -> subprocess.CompletedProcess[str]:
+    """The command beside an SGLang that has the lines of `module` alone."""
     package = tmp_path / "sglang" / "srt" / "arg_groups"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").write_text("")
     (tmp_path / "sglang" / "version.py").write_text("__version__ = '0.5.23'\n")
-    (package / "arg_utils.py").write_text("import a_package_for_gpus\n")
-    done = _python(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + DOCTOR)
-    assert done.returncode == 1, done.stderr
-    assert "0.5.23 differs in" in done.stdout
-    assert "a_package_for_gpus" in done.stdout
-    assert "sglang-cake patch apply" in done.stdout
+    (package / "arg_utils.py").write_text(module)
+    return _python(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + DOCTOR)
 
 
 def _python(program: str) -> subprocess.CompletedProcess[str]:
