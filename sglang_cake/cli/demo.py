@@ -165,13 +165,16 @@ def _prepare(
     check_installed(args.codec)
     out = args.out.resolve()
     gpu = has_gpu()
+    if args.model not in (None, SMOLLM2):
+        _check_model(Path(args.model), prompt_tokens, new_tokens)
+    _make_folder(out)
     if args.model is None:
         model, dtype = _random_model(out, gpu, prompt_tokens, progress)
+    elif args.model == SMOLLM2:
+        model, dtype = smollm2(out), "bfloat16" if gpu else "float32"
+        _check_model(model, prompt_tokens, new_tokens)
     else:
         model, dtype = Path(args.model), "auto"
-        if args.model == SMOLLM2:
-            model, dtype = smollm2(out), "bfloat16" if gpu else "float32"
-        _check_model(model, prompt_tokens, new_tokens)
     prompt, asks = make_prompt(model, prompt_tokens, trained=args.model is not None)
     progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
     if asks:
@@ -179,7 +182,6 @@ def _prepare(
     if args.store:
         stores = args.store.split(",")
     else:
-        out.mkdir(parents=True, exist_ok=True)
         folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="store-", dir=out))
         stores = [Path(folder).as_uri()]
     for source in parse_sources(",".join(_throttled(stores, 1e6))):
@@ -196,6 +198,15 @@ def _prepare(
         codec=args.codec,
         stores=tuple(stores),
     )
+
+
+def _make_folder(out: Path) -> None:
+    """Make the folder for all files, and see that it can be written. Raises: ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be made or written: {error.strerror}") from None
 
 
 def _check_model(model: Path, prompt_tokens: int, new_tokens: int) -> None:

@@ -179,6 +179,20 @@ def test_demo_folder_without_config_exits_with_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/none"])
+def test_demo_out_that_cannot_be_made_exits_with_one_line(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also as root, before a model is built."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(demo, "build_llama", lambda *args, **options: pytest.fail("it is built"))
+    assert main(["demo", "--out", str(tmp_path / out)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"sglang-cake: --out {tmp_path / out} cannot be made or written: ")
+    assert said.err.count("\n") == 1
+
+
 def test_demo_leaves_what_its_folder_held_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
