@@ -23,7 +23,7 @@ from sglang_cake.cli.named_stores import (
 )
 from sglang_cake.cli.text_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.codec_names import CHOICES, RAW
+from sglang_cake.core.codec_names import CHOICES, RAW, own_names
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.namespace import LABEL
 from sglang_cake.stores.base import StoredNamespace, StoreLayer
@@ -66,7 +66,8 @@ def add_describe(subparsers: Any) -> None:
         "first, with their settings. Opens and connects nothing.",
     )
     add_url_and_json(parser, _print_layers)
-    parser.add_argument("--codec", choices=CHOICES, default=RAW, help="of the server (%(default)s)")
+    choices = (*CHOICES, *own_names())
+    parser.add_argument("--codec", choices=choices, default=RAW, help="of the server (%(default)s)")
 
 
 def _print_layers(args: argparse.Namespace) -> int:

@@ -81,6 +81,12 @@ async def read(store):
     return bytes(out)
 
 
+@pytest.mark.usefixtures("deflate")
+def test_store_describe_own_codec_is_a_layer(capsys):
+    assert main(["store", "describe", "file:///nowhere/kv", "--codec", "deflate"]) == 0
+    assert capsys.readouterr().out.startswith("EncodedStore  codec=deflate\n")
+
+
 async def test_own_codec_is_named_by_flag_and_stored_in_frames(deflate, tmp_path):
     config = resolve({"codec": "deflate"}, {}, spell=str)
     assert not config.lossy
