@@ -25,7 +25,7 @@ from sglang_cake.stores.file.index import (
     ScannedFile,
     Touch,
 )
-from sglang_cake.stores.file.paths import block_names
+from sglang_cake.stores.file.paths import block_names, this_boot
 from sglang_cake.stores.file.scan import LIST_AT_ONCE, listed_blocks_in, stats_in
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import key_of
@@ -158,6 +158,7 @@ def test_index_query_of_a_method_reads_no_whole_table(tmp_path, monkeypatch, nam
         index.commit(index.reserve(DIGEST, 4096, A, USAGE, None)[0])
         index.reserve(DIGEST, 4096, B, USAGE, None)
         index.reserve_namespace(OTHER, 4096, None)
+        index.mark_clean(this_boot())
         statements.clear()
         if name in CALLS:
             CALLS[name](index)
@@ -189,6 +190,7 @@ def indexed(root, count):
     keys = sorted(key_of(number) for number in range(count))
     with closing(BlockIndex(root / "index.db")) as index:
         index.add_found(DIGEST, 0, [ScannedFile(key, 4096, 1e9, 1e9) for key in keys[::-1]])
+        index.mark_clean(this_boot())
     return keys
 
 

@@ -1,6 +1,7 @@
 """`sglang-cake store`, on real file stores."""
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -43,8 +44,9 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
-from sglang_cake.stores.file.paths import INDEX_LOCK, new_tmp_name
+from sglang_cake.stores.file.paths import INDEX, INDEX_LOCK, new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -215,6 +217,15 @@ def test_store_stat_changes_no_file_and_agrees_with_ls(root, capsys, index):
     assert files_of(root) == before
     assert totals["blocks"] == sum(each["blocks"] for each in listed["namespaces"]) == 3
     assert totals["block_bytes"] == sum(each["bytes"] for each in listed["namespaces"])
+
+
+def test_store_ls_and_stat_during_the_rebuild_of_an_index_count_all_blocks(root, capsys):
+    with contextlib.closing(BlockIndex(root / INDEX)) as index:
+        index.clear()  # as a rebuild begins
+    (listed,) = told(capsys, "ls", url_of(root))["stores"]
+    assert sorted(namespace["blocks"] for namespace in listed["namespaces"]) == [1, 3]
+    (totals,) = told(capsys, "stat", url_of(root))["stores"]
+    assert (totals["blocks"], totals["block_bytes"]) == (4, 4 * FRAMED)
 
 
 def test_store_tools_with_several_tiers_report_each_tier(root, tmp_path, capsys):

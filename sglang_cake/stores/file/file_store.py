@@ -390,7 +390,7 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
             raise OSError(f"the file system of {there} has no fixed size")
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
-    own_bytes = scan.stats_in(path).used_bytes or 0
+    own_bytes = scan.stats_in(path, even_if_old=True).used_bytes or 0
     room_bytes = free + own_bytes
     return FileSource(
         path,

@@ -327,6 +327,11 @@ class IndexReader:
         used_bytes = self.totals()[1] + overhead_bytes(self._path.parent)
         return StoreStats(_count(blocks), _count(block_bytes), used_bytes)
 
+    def clean_boot_id(self) -> str:
+        """Boot of the machine in which index and files were last known to match; "" if never."""
+        rows = self._select("SELECT boot FROM agreed")
+        return str(rows[0][0]) if rows else ""
+
     def stored_in(self, digest: Digest, after: bytes, at_most: int) -> list[IndexedBlock]:
         """Stored blocks of one namespace with a key above `after`, in that order."""
         return self._blocks(
@@ -747,11 +752,6 @@ class BlockIndex(IndexReader):
                 for request_class, fit in fits.items()
             ]
             db.executemany("INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)", rows)
-
-    def clean_boot_id(self) -> str:
-        """Boot of the machine in which index and files were last known to match; "" if never."""
-        rows = self._select("SELECT boot FROM agreed")
-        return str(rows[0][0]) if rows else ""
 
     def mark_clean(self, boot: str) -> None:
         """Index and files match, at least until the next boot."""

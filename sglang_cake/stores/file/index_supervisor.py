@@ -30,7 +30,13 @@ from sglang_cake.stores.file.index import (
 )
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import LeavesOut, is_lasting, lock, open_private
-from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names
+from sglang_cake.stores.file.paths import (
+    EVICTION_LOCK,
+    INDEX,
+    INDEX_LOCK,
+    block_names,
+    this_boot,
+)
 from sglang_cake.stores.file.scan import (
     is_stale,
     listed_blocks_in,
@@ -327,7 +333,7 @@ class IndexSupervisor:
                     return
             index = self._open_undamaged()
             try:
-                if index.clean_boot_id() != _this_boot():
+                if index.clean_boot_id() != this_boot():
                     self._rebuild(index)
                 self.reclaim(index)
                 # Opened again, since the root may have been removed and made again.
@@ -412,7 +418,7 @@ class IndexSupervisor:
             self._has_bad_sectors |= error.errno in DAMAGE_ERRORS
             self._rebuilding.start(time.monotonic())
             raise
-        index.mark_clean(_this_boot())
+        index.mark_clean(this_boot())
         if left_out:
             names, failure = next(iter(left_out.items()))
             logger.warning(
@@ -513,10 +519,3 @@ def _is_damage(error: BaseException, path: Path) -> bool:
     unknown_version = code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK)
     damaged = code is not None and code & _PRIMARY in _DAMAGED
     return isinstance(error, DamagedIndexError) or damaged or unknown_version
-
-
-def _this_boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux: the index is trusted
-        return "unknown"

@@ -26,6 +26,14 @@ def block_names(digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
     return digest.hex(), name[:2], name[2:4], name
 
 
+def this_boot() -> str:
+    """The id of the machine's last start. An index of another one is not trusted."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux: every index is trusted
+        return "unknown"
+
+
 @functools.cache
 def this_host() -> str:
     """16 hex digits that identify the processes among which a pid is unique.

@@ -23,6 +23,7 @@ from sglang_cake.stores.file.paths import (
     SHARD,
     TMP,
     owner_of,
+    this_boot,
     this_host,
     tmp_owner,
 )
@@ -67,36 +68,44 @@ def shards_in(
 # ---- without a change ----
 
 
-def stats_in(root: Path) -> StoreStats:
-    """Totals of all namespaces, from the index; empty if it cannot be read."""
-    try:
-        with contextlib.closing(IndexReader(root / INDEX)) as index:
+def stats_in(root: Path, *, even_if_old: bool = False) -> StoreStats:
+    """Totals of all namespaces, from the index; empty if it cannot be read.
+
+    Args:
+        even_if_old: also from an index that is to be rebuilt, which may lack blocks.
+    """
+    with (
+        contextlib.suppress(sqlite3.Error, OSError),
+        contextlib.closing(IndexReader(root / INDEX)) as index,
+    ):
+        if even_if_old or index.clean_boot_id() == this_boot():
             return index.stats()
-    except (sqlite3.Error, OSError):
-        return StoreStats()
+    return StoreStats()
 
 
 def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
-    """The blocks of one namespace, from the index by key, or from the files if it cannot be read.
+    """The blocks of one namespace, from the index by key, or from the files if it cannot be read or
+    is to be rebuilt.
 
     Raises: OSError.
     """
     after = b""
-    try:
+    with contextlib.suppress(sqlite3.Error, OSError):
         while True:
             with contextlib.closing(IndexReader(root / INDEX)) as index:
+                if index.clean_boot_id() != this_boot():
+                    break
                 batch = index.stored_in(digest, after, LIST_AT_ONCE)
             if not batch:
                 return
             for block in batch:
                 yield BlockInfo(block.key, block.usage.stored_bytes, block.usage.used_s)
             after = batch[-1].key
-    except (sqlite3.Error, OSError):
-        for shard in shards_in(root, digest):
-            for key, status in _block_files(root, shard):
-                if key > after:
-                    used_s = max(status.st_atime, status.st_mtime)
-                    yield BlockInfo(key, status.st_blocks * 512, used_s)
+    for shard in shards_in(root, digest):
+        for key, status in _block_files(root, shard):
+            if key > after:
+                used_s = max(status.st_atime, status.st_mtime)
+                yield BlockInfo(key, status.st_blocks * 512, used_s)
 
 
 def _block_files(
