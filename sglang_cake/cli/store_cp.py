@@ -12,6 +12,7 @@ from sglang_cake.cli.named_stores import (
     DEFAULT_DEPTH,
     SHORT_DIGEST,
     NamedStore,
+    blocks_of,
     complain,
     depth,
     for_each,
@@ -28,7 +29,7 @@ from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import BlockInfo, Store
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 
 ASK_AT_ONCE = EXACT_KEYS  # for more keys, a store may answer approximately
@@ -121,7 +122,7 @@ async def _copy(
             async def with_room() -> AsyncIterator[BlockKey]:
                 """The blocks to copy, while the destination has room for them."""
                 blocks = 0
-                async for key in lacking(origin, there, passed):
+                async for key in lacking(blocks_of(source, frame, origin), there, passed):
                     if not blocks:
                         unused = unused_bytes(destination, await there.stats()) - BESIDE_ALL_BYTES
                         # Less what other workers may be copying now.
@@ -139,11 +140,11 @@ async def _copy(
 
 
 async def lacking(
-    origin: Store, destination: Store, passed: Callable[[int], None]
+    blocks: AsyncIterator[BlockInfo], destination: Store, passed: Callable[[int], None]
 ) -> AsyncIterator[BlockKey]:
-    """The blocks of `origin` that `destination` lacks. Args: passed: gets how many it has."""
+    """The blocks that `destination` lacks. Args: passed: gets how many it has."""
     batch: list[BlockKey] = []
-    async for block in origin.list_blocks():
+    async for block in blocks:
         batch.append(block.key)
         if len(batch) == ASK_AT_ONCE:
             for key in await _not_there(destination, batch, passed):

@@ -15,6 +15,7 @@ from sglang_cake.cli.named_stores import (
     NamedStore,
     add_url_and_json,
     blocks_in,
+    blocks_of,
     checked,
     complain,
     depth,
@@ -152,7 +153,7 @@ async def _verify_namespace(
                 result.ok_bytes += block.stored_bytes
             bar.update(1)
 
-        await for_each(store.list_blocks(), check, at_once)
+        await for_each(blocks_of(named, frame, store), check, at_once)
 
 
 # ---- gc ----

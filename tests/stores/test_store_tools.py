@@ -35,7 +35,7 @@ from storetools import (
     told,
     url_of,
 )
-from system_calls import Disk
+from system_calls import Disk, failing
 
 import sglang_cake
 from sglang_cake.cli import PIPE_STATUS, store_maintenance
@@ -338,6 +338,28 @@ def test_store_tools_during_the_rebuild_of_an_index_wait_for_its_end(root, tmp_p
     assert status == ["1kB" in tool], "one byte more than the index is not reached"
 
 
+def test_store_verify_and_cp_of_a_read_only_store_read_all_blocks(
+    root, tmp_path, capsys, monkeypatch
+):
+    flip(file_of(root, ALICE, "b"))
+    real_open = os.open
+
+    def read_only_open(path, flags, *args, **options):
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(root)):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", read_only_open)
+    monkeypatch.setattr(os, "unlink", failing(errno.EROFS))
+    with waiting_for_the_index(0.0):
+        (verified,) = told(capsys, "verify", url_of(root), status=1)["stores"]
+        assert (verified["ok"], verified["corrupt"], verified["unanswered"]) == (3, 1, 0)
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "open", read_only_open)
+        copied = told(capsys, "cp", url_of(root), url_of(tmp_path / "copy"), status=1)
+    assert (copied["copied"], copied["corrupt"]) == (3, 1)
+
+
 @pytest.mark.parametrize("tool", [["verify"], ["gc"], ["clear", "--yes"]], ids=" ".join)
 def test_store_tools_interrupted_while_an_index_is_rebuilt_end(root, tool):
     rebuilding = open_private(root / INDEX_LOCK)
@@ -637,7 +659,7 @@ async def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
     for number in range(300):
         for each in (origin, target)[: 1 + number % 2]:
             await each.put(key_of(number), block_of(number))
-    missing = lacking(origin, InRounds(target), lambda blocks: None)
+    missing = lacking(origin.list_blocks(), InRounds(target), lambda blocks: None)
     assert {key async for key in missing} == {key_of(number) for number in range(0, 300, 2)}
 
 
