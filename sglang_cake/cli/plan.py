@@ -60,7 +60,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     server = ends[len(ends) // 2]
     lengths = parse_lengths(args.prompt_tokens, "--prompt-tokens")
     reason = _impossible(server)
-    refused = {n: reason or _too_long(server, n) for n in lengths}
+    refused = {n: reason or _left_out(server, n) for n in lengths}
     rows = [{"tokens": n, **_row(ends, n)} for n, why in refused.items() if why is None]
     if rows:
         answer, because = _answer(rows), _because(server, rows)
@@ -90,8 +90,11 @@ def _impossible(server: ServerSpec) -> str | None:
     return None
 
 
-def _too_long(server: ServerSpec, tokens: int) -> str | None:
-    """Why a prompt of this length cannot be served."""
+def _left_out(server: ServerSpec, tokens: int) -> str | None:
+    """Why a prompt of this length is not stored, or cannot be served."""
+    if tokens < server.block_tokens:
+        block = f"a block of {server.block_tokens:,} tokens"
+        return f"a prompt shorter than {block} is not stored"
     if tokens >= server.shape.context_tokens:
         return f"the model's context ends at {server.shape.context_tokens:,} tokens"
     most_tokens = kv_capacity_tokens(server.shape, server.gpu, server.gpus)

@@ -128,6 +128,15 @@ def test_plan_unsupported_model_answers_no_with_a_reason(
     assert because in found["because"]
 
 
+def test_plan_prompts_shorter_than_a_block_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "qwen3-8b", "--gpu", "h100", "--store", "nvme", "--prompt-tokens"]
+    found = planned(capsys, *args, "100,127,128")
+    assert [row["tokens"] for row in found["prompts"]] == [128]
+    why = "a prompt shorter than a block of 128 tokens is not stored"
+    assert found["left_out"] == [{"tokens": n, "because": why} for n in (100, 127)]
+    assert planned(capsys, *args, "100")["because"] == f"no: {why}"
+
+
 def test_plan_prompts_beyond_the_context_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "qwen3-8b", "--gpu", "h100", "--store", "nvme"]
     found = planned(capsys, *args)
