@@ -78,7 +78,9 @@ def add_bench(subparsers: Any) -> None:
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="of blocks (%(default)s)")
     parser.add_argument("--depths", default=DEFAULT_DEPTHS, help="calls at once (%(default)s)")
     parser.add_argument(
-        "--bytes", default=DEFAULT_BYTES, help="to write for each size and depth (%(default)s)"
+        "--bytes",
+        default=DEFAULT_BYTES,
+        help="to write for each size and depth (%(default)s), at least two blocks for each call",
     )
     parser.add_argument(
         "--evict", action="store_true", help="evict blocks of a full store, as a server would"
