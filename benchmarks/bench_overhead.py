@@ -16,7 +16,7 @@ All run at the same time, but those that are not being measured are stopped, and
 same clock on its prefill steps (`step_clock.py`). Ratios are medians over pairs (same round, same
 chunk), with a bootstrap interval over rounds and chunks: of the wall clock; of the CPU time of the
 scheduler thread; and of that of all threads, in which the writing itself shows. The last part is
-the cost of the decisions alone, for a prompt of 128,000 tokens, without a server.
+the cost of the decisions alone, without a server: for a prompt of 128,000 tokens, and for queues.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks import facts
 from benchmarks.command_line import parser_of
 from benchmarks.overhead_report import CLOCKS, summarise, table
-from benchmarks.scheduler_cost import PHASES, race
+from benchmarks.scheduler_cost import PHASES, queue, race
 from benchmarks.servers import (
     BLOCK_TOKENS,
     DTYPE,
@@ -53,6 +53,7 @@ from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.simulator.shapes import kv_token_bytes
 
 NO_ROOM = "min_free=900TB"
+QUEUES = (10, 100, 1_000, 5_000)
 HISTOGRAM = "sglang:cake_step_overhead_seconds"
 # `writing` fills the store that `stored` finds the prompt in: it comes before it in every round.
 ORDERS = (
@@ -101,6 +102,15 @@ def micro(races: int = 5) -> dict[str, Any]:
             "p99": round(statistics.quantiles(totals, n=100)[98], 1),
         },
     }
+
+
+def queues() -> list[dict[str, float]]:
+    """Microseconds of CPU that prompts cost while they wait; see `scheduler_cost`."""
+    rows = []
+    for waiting in QUEUES:
+        took_s = queue(waiting)
+        rows.append({"waiting": waiting, **{k: round(1e6 * s, 1) for k, s in took_s.items()}})
+    return rows
 
 
 @contextlib.contextmanager
@@ -195,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         block_tokens=BLOCK_TOKENS,
         repeats=args.rounds,
     )
-    result["decisions"] = micro()
+    result |= {"decisions": micro(), "queues_us": queues()}
     if not args.micro_only:
         measured = measure(args, progress)
         result["machine"]["load_average_after"] = facts.machine()["load_average"]

@@ -85,6 +85,11 @@ def table(result: Mapping[str, Any]) -> str:
         f"decisions alone, {micro['prompt_tokens']:,} tokens in {micro['blocks']:,} blocks:",
         f"  {total['median']:.0f} us a step (p99 {total['p99']:.0f}): {phases}",
     ]
+    lines += [
+        f"{row['waiting']:7,} prompts wait: {row['arrival']:.0f} us an arrival, "
+        f"{row['poll']:,.0f} a poll, {row['sort']:,.0f} to sort the queue"
+        for row in result["queues_us"]
+    ]
     return "\n".join(lines)
 
 

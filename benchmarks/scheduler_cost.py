@@ -1,16 +1,22 @@
 """What Cake's decisions cost the scheduler thread, in microseconds per step, without a server.
 
-One race over a long prompt, all of it stored: in every step some blocks land at the end, and a
-chunk is computed at the front, until they meet. `Coordinator`, `Meet`, `next_step` and
+`race`: one race over a long prompt, all of it stored: in every step some blocks land at the end,
+and a chunk is computed at the front, until they meet. `queue`: many prompts that wait, every second
+one of them stored, beside a full device: each step polls and sorts, and computes nothing.
+
+`Coordinator`, `Meet`, `next_step` and
 `RankConsensus` are the product's; the loader and the device are replaced by stubs that do nothing,
 so copies, keys and the tree are not in these numbers.
 """
 
 import itertools
+import statistics
 import time
 from array import array
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,10 +27,12 @@ from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.request.request_keys import RequestKeys
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.queue_order import sort_queue
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.loader import Fetched, LoaderEvent, LookedUp
+from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.scheduler_loop import LoopRequest
 
 BLOCK_TOKENS = 128
@@ -51,6 +59,7 @@ class _Loader:
 
     def __init__(self) -> None:
         self.events: list[LoaderEvent] = []
+        self.load_ids: list[str] = []
 
     def drain(self) -> list[LoaderEvent]:
         events, self.events = self.events, []
@@ -60,7 +69,7 @@ class _Loader:
         return False
 
     def begin(self, prompt: Any) -> None:
-        self.load_id = prompt.load_id
+        self.load_ids.append(prompt.load_id)
 
     def set_first_loadable(self, load_id: str, block: int) -> None: ...
     def set_load_from(self, load_id: str, block: int | None) -> None: ...
@@ -113,18 +122,19 @@ class _DeviceSlots:
 def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[dict[str, float]]:
     """Seconds per phase, for each step of one race."""
     loader = _Loader()
-    coordinator = _coordinator(loader)
+    coordinator = _coordinator(loader, "both")
     prompt = array("q", range(prompt_tokens))
     req = LoopRequest("r", prompt, retracted_stain=True)  # SGLang counts no cached tokens of it
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
-    loader.events.append(LookedUp(loader.load_id, (True,) * blocks, (), bytes(blocks)))
+    (load_id,) = loader.load_ids
+    loader.events.append(LookedUp(load_id, (True,) * blocks, (), bytes(blocks)))
     steps: list[dict[str, float]] = []
     last = blocks  # blocks from here on have landed
     while req.prefix_len < prompt_tokens:
         first = max(req.prefix_len // BLOCK_TOKENS, last - landing_per_step)
         for block in range(last - 1, first - 1, -1):
-            loader.events.append(Fetched(loader.load_id, block, _Staged(), 0.0))  # type: ignore[arg-type]
+            loader.events.append(Fetched(load_id, block, _Staged(), 0.0))  # type: ignore[arg-type]
         last = min(last, first)
         marks = [time.perf_counter()]
         coordinator.poll(["r"])
@@ -143,15 +153,42 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     return steps
 
 
+def queue(waiting: int, prompt_tokens: int = 4_000, polls: int = 20) -> dict[str, float]:
+    """Median CPU seconds of one arrival, of a poll, and of sorting the queue."""
+    loader = _Loader()
+    coordinator = _coordinator(loader, "auto")
+    reqs = [LoopRequest(f"r{i}", array("q", [i]) * prompt_tokens) for i in range(waiting)]
+    arrivals = [_cpu_s(partial(coordinator.arrive, req, lambda tokens, limit: 0)) for req in reqs]
+    blocks = prompt_tokens // BLOCK_TOKENS
+    for number, load_id in enumerate(loader.load_ids):
+        stored = (number % 2 == 0,) * blocks
+        loader.events.append(LookedUp(load_id, stored, (), bytes(blocks)))
+    took: dict[str, list[float]] = {"poll": [], "sort": []}
+    for _ in range(polls):
+        rids = [req.rid for req in reqs]
+        took["poll"].append(_cpu_s(partial(coordinator.poll, rids)))
+        took["sort"].append(_cpu_s(partial(sort_queue, cast(Any, reqs), coordinator)))
+    return {
+        "arrival": statistics.median(arrivals),
+        **{phase: statistics.median(times) for phase, times in took.items()},
+    }
+
+
+def _cpu_s(call: Callable[[], object]) -> float:
+    began_s = time.thread_time()
+    call()
+    return time.thread_time() - began_s
+
+
 def _attach(req: Any, slots: torch.Tensor, stop: int, end: Any) -> None:
     req.prefix_len = stop
 
 
-def _coordinator(loader: _Loader) -> Coordinator:
+def _coordinator(loader: _Loader, mode: Mode) -> Coordinator:
     coordinator = Coordinator(
         loader,  # type: ignore[arg-type]
         _DeviceSlots(),  # type: ignore[arg-type]
-        config=CakeConfig(block_tokens=BLOCK_TOKENS, mode="both"),
+        config=CakeConfig(block_tokens=BLOCK_TOKENS, mode=mode),
         page_tokens=1,
         step_costs=StepCosts(
             loader,  # type: ignore[arg-type]

@@ -420,10 +420,12 @@ def test_overhead_report_summary_and_table_show_the_ratios() -> None:
             "summary": summary,
             "step_overhead_seconds": {"full": {"mean_ms": 0.5, "steps": 10.0}},
             "decisions": bench_overhead.micro(races=1),
+            "queues_us": [{"waiting": 1000, "arrival": 100.0, "poll": 5000.0, "sort": 4000.0}],
         }
     )
     assert "below 1 %" in text
     assert "0.500 ms in 10 steps" in text
+    assert "1,000 prompts wait: 100 us an arrival, 5,000 a poll, 4,000 to sort" in text
 
 
 def test_overhead_report_different_chunks_are_refused() -> None:
@@ -461,6 +463,12 @@ def test_scheduler_cost_race_ends_where_front_and_loads_meet() -> None:
     # 32 blocks, of which 4 land in every step, whatever the other side does.
     assert 4 <= len(steps) <= 10
     assert all(set(step) == set(scheduler_cost.PHASES) for step in steps)
+
+
+def test_scheduler_cost_queue_measures_arrivals_polls_and_sorting() -> None:
+    took_s = scheduler_cost.queue(20, prompt_tokens=512, polls=2)
+    assert set(took_s) == {"arrival", "poll", "sort"}
+    assert min(took_s.values()) > 0
 
 
 # ---- the stand-ins for HiCache ----
