@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import shutil
 import subprocess
 import threading
-import time
 
 import pytest
 from filestore import (
@@ -35,10 +33,8 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, REFUSED_S, Amount, FreeSpace
-from sglang_cake.stores.file.scan import STALE_S
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
@@ -187,49 +183,6 @@ async def test_file_store_block_with_read_errors_is_set_aside_if_others_are_read
         assert await store.contains([A, B]) == [False, True]
         await put_a(store)
         assert await read_a(store) == block_of("a")
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN])
-async def test_file_store_block_that_cannot_be_opened_is_no_hit_until_its_disk_is_repaired(
-    tmp_path, monkeypatch, number
-):
-    now_s, real_open, real_stat = 0.0, os.open, os.stat
-    async with opened_store(tmp_path, clock=lambda: now_s) as store:
-        await put_a(store)
-        await store.put(B, block_of("b"))
-
-        def fail_for_one(real, path, *args, **options):
-            if path == A.hex():
-                raise OSError(number, os.strerror(number))
-            return real(path, *args, **options)
-
-        async def fails_for_now():
-            with pytest.raises(StoreUnavailable):
-                await read_a(store)
-            assert await store.contains([A]) == [True]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(nofollow, "OPENAT2", 100_000)  # no system call
-            patch.setattr(os, "open", functools.partial(fail_for_one, real_open))
-            patch.setattr(os, "stat", functools.partial(fail_for_one, real_stat))
-            await fails_for_now()
-            now_s += UNREADABLE_S
-            assert await read(store, B) == block_of("b")
-            used_bytes = (await store.stats()).used_bytes
-            with pytest.raises(BlockCorrupt, match=f"again: {os.strerror(number)}"):
-                await read_a(store)
-            assert await store.contains([A, B]) == [False, True]
-            assert not await store.put(A, block_of("a"))  # it could not replace the file
-            stats = await store.stats()
-            assert (stats.blocks, stats.used_bytes) == (1, used_bytes)
-
-            later_s = time.time() + STALE_S + 1
-            monkeypatch.setattr("time.time", lambda: later_s)
-            async with opened_store(tmp_path) as again:
-                assert (await again.stats()).blocks == 1
-    async with opened_store(tmp_path) as again:
-        assert (await again.stats()).blocks == 2
-        assert await read_a(again) == block_of("a")
 
 
 async def test_file_store_read_error_of_a_moment_keeps_all_blocks(tmp_path, monkeypatch):

@@ -52,7 +52,6 @@ CALLS = {
     "commit": lambda index: index.commit(BEGUN),
     "drop": lambda index: index.drop(BEGUN),
     "forget": lambda index: index.forget(DIGEST, A, lambda: True),
-    "suspend": lambda index: index.suspend(DIGEST, A),
     "with_aside": lambda index: index.with_aside(),
     "reserve_aside": lambda index: index.reserve_aside(DIGEST, 4096, ASIDE),
     "move_aside": lambda index: index.move_aside(3, lambda: False),

@@ -72,8 +72,7 @@ class BlockFolder:
         descriptions: of the namespaces. One that `check` takes is written with the first block.
         evictor: decides which blocks are evicted.
         supervisor: keeps the index open.
-        corrupt_blocks: corrupt blocks that were set aside, removed or left where they are since the
-            folder was opened.
+        corrupt_blocks: corrupt blocks that were set aside or removed since the folder was opened.
     """
 
     def __init__(
@@ -179,7 +178,6 @@ class BlockFolder:
 
         If the caller raises BlockCorrupt inside, the file is set aside. So it is after an I/O error
         (DAMAGE_ERRORS), if the block had one UNREADABLE_S before, and other blocks were read since.
-        A file that cannot be opened stays where it is, and is a hit no more.
 
         Args:
             counts: the read is an access, for eviction, unless those of this process never are.
@@ -193,10 +191,6 @@ class BlockFolder:
             except FileNotFoundError:
                 self._forget(digest, key)
                 raise BlockMissing(key.hex()) from None
-            except OSError as error:
-                if error.errno in DAMAGE_ERRORS and self._stays_unreadable((digest, key)):
-                    raise self._suspended(digest, key, error) from None
-                raise
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
@@ -517,16 +511,6 @@ class BlockFolder:
             self._remove_folders(digest, key)
             self._log_corrupt(error, "set aside" if kept else "removed")
             self._forget(digest, key)
-
-    def _suspended(self, digest: Digest, key: BlockKey, error: OSError) -> BlockCorrupt:
-        """End the hits of a block whose file cannot be opened: it cannot be moved, removed or
-        replaced either. Returns the error for the reader."""
-        path = self._root.joinpath(*block_names(digest, key))
-        corrupt = BlockCorrupt(f"{path}: again: {error.strerror}")
-        with contextlib.suppress(StoreError), self.supervisor.open() as index:
-            index.suspend(digest, key)
-            self._log_corrupt(corrupt, "left where it is")
-        return corrupt
 
     def _log_corrupt(self, error: BlockCorrupt, done: str) -> None:
         with self._counting:

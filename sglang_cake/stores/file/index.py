@@ -15,7 +15,6 @@ import os
 import random
 import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -556,17 +555,6 @@ class BlockIndex(IndexReader):
             if gone:
                 db.execute(f"DELETE FROM blocks WHERE {stored}", (digest, key))
             return gone
-
-    def suspend(self, digest: Digest, key: BlockKey) -> None:
-        """Make a stored block one that this process is writing: it is no hit, no other is written
-        in its place, and its space counts. `IndexSupervisor.reclaim` decides on it as on a block of
-        a writer that has ended."""
-        with self._transaction() as db:
-            db.execute(
-                f"UPDATE blocks SET state = {RowState.WRITING}, owner = ?, created_s = ? "
-                f"WHERE {_NAMESPACE} AND key = ? AND state = {RowState.STORED}",
-                (this_process(), time.time(), digest, key),
-            )
 
     def with_aside(self) -> list[tuple[Digest, int]]:
         """Namespaces with files that were set aside, and the bytes of these files."""
