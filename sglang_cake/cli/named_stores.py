@@ -8,8 +8,9 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -273,22 +274,24 @@ def add_url_and_json(parser: argparse.ArgumentParser, run: Any) -> None:
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse from a coroutine function. SIGTERM interrupts it, as Ctrl-C does."""
-
-    async def stoppable(args: argparse.Namespace) -> int:
-        task = asyncio.current_task()
-        assert task is not None
-        with suppress(RuntimeError):  # only the main thread gets signals
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await tool(args)
+    """A `run` for argparse from a coroutine function. SIGTERM interrupts it, as Ctrl-C does, also
+    where it does not await."""
 
     def run(args: argparse.Namespace) -> int:
+        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+            return asyncio.run(tool(args))
+        former = signal.signal(signal.SIGTERM, interrupt)
         try:
-            return asyncio.run(stoppable(args))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+            return asyncio.run(tool(args))
+        finally:
+            signal.signal(signal.SIGTERM, former)
 
     return run
+
+
+def interrupt(*_: object) -> None:
+    """A handler of a signal. Raises: KeyboardInterrupt."""
+    raise KeyboardInterrupt
 
 
 @contextmanager

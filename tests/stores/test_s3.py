@@ -6,6 +6,7 @@ import json
 import warnings
 
 import pytest
+from botocore.exceptions import ClientError
 from filestore import closing
 from moto_process import PATIENT, moto
 from storetools import refusal_in_new_process, refusal_of, write_key_file
@@ -21,7 +22,7 @@ from sglang_cake.core.errors import (
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.s3.bucket import S3Bucket
+from sglang_cake.stores.s3.bucket import S3Bucket, S3Error
 from sglang_cake.stores.s3.s3_store import (
     DESCRIPTION_TRIES,
     LOOKUPS_AT_ONCE,
@@ -166,6 +167,30 @@ async def test_s3_source_description_that_cannot_be_read_now_is_not_taken_for_no
     else:
         with pytest.raises(StoreUnavailable, match="no answer"):
             await source.namespaces()
+
+
+async def test_s3_source_description_that_is_refused_hides_no_other_namespace(
+    server, bucket, monkeypatch
+):
+    other = BlockFrame(Namespace((("model", "another"),)), LAYOUT)
+    source = server.source(f"{bucket}/kv")
+    for frame in (FRAME, other):
+        async with closing(source.open(frame, depth=1)) as store:
+            await store.put(A, block_of("a"))
+    reading = S3Bucket.reading
+    archived = {
+        "Error": {"Code": "InvalidObjectState"},
+        "ResponseMetadata": {"HTTPStatusCode": 403},
+    }
+
+    def refusing(self, name, size_bytes):
+        if other.digest.hex() in name:
+            raise S3Error(ClientError(archived, "GetObject"))
+        return reading(self, name, size_bytes)
+
+    monkeypatch.setattr(S3Bucket, "reading", refusing)
+    found = {namespace.digest: namespace.fields for namespace in await source.namespaces()}
+    assert found == {FRAME.digest: NAMESPACE.describe(), other.digest: {}}
 
 
 async def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket):

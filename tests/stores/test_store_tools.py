@@ -39,6 +39,7 @@ from system_calls import Disk, failing
 
 import sglang_cake
 from sglang_cake.cli import PIPE_STATUS, store_maintenance
+from sglang_cake.cli.named_stores import run_tool
 from sglang_cake.cli.store_cp import lacking
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.layout import BlockLayout
@@ -870,6 +871,18 @@ def test_store_verify_on_a_terminal_shows_progress_and_clean_json(root):
         assert b"verifying" in screen.read(4096)
         os.close(theirs)
     assert json.loads(verifying.stdout)["stores"][0]["ok"] == 4
+
+
+def test_store_tools_sigterm_ends_a_tool_that_does_not_await():
+    former = signal.getsignal(signal.SIGTERM)
+
+    async def tool(args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tool(tool)(None)
+    assert signal.getsignal(signal.SIGTERM) is former
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)

@@ -305,8 +305,10 @@ class S3Source:
                     body = answer["Body"]
                     while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
                         raw += data
-            except StoreUnavailable:  # after a timeout, the next try has twice the time
-                if not left:
+            except StoreUnavailable as error:
+                if isinstance(error, S3Error) and error.status == 403:
+                    return {}  # an archived object, or one that a policy keeps back
+                if not left:  # after a timeout, the next try has twice the time
                     raise
             except StoreError:
                 return {}
