@@ -491,21 +491,22 @@ def test_coordinator_prompt_that_was_near_stays_so_behind_later_ones(
     assert auto.coordinator.live[req.rid].meet.landed_blocks == 1
 
 
-def test_coordinator_short_prompts_that_fit_two_steps_are_near(auto: CoordinatorHarness) -> None:
-    chunk_tokens = auto.step_costs.chunk_tokens = 4 * NEAR
-    reqs = crowd(auto, 5 * NEAR, tokens=2)
-    auto.poll(*reqs)
-    assert sum(not auto.coordinator.is_far(req) for req in reqs) == 2 * chunk_tokens / 2
-
-
-def test_coordinator_switched_off_while_requests_are_far_lets_them_go(
-    auto: CoordinatorHarness,
+def test_coordinator_far_prompts_have_waited_since_their_first_poll(
+    stopped_clock: Any,
 ) -> None:
-    reqs = crowd(auto, 2 * NEAR)
-    auto.poll(*reqs)
-    assert auto.coordinator.is_far(reqs[-1])
-    auto.coordinator.switch_off()
-    assert not auto.coordinator.is_far(reqs[-1])
+    """Otherwise later prompts, without keys, would go before them once all are near."""
+    with CoordinatorHarness(mode="auto") as harness:
+        reqs = crowd(harness, 2 * NEAR)
+        harness.poll(*reqs)
+        stopped_clock.now_s += 5.0
+        plain = FakeReq("plain", array("q", range(40)))
+        plain.session = object()
+        harness.arrive(plain)
+        harness.poll(*reqs, plain)
+        stopped_clock.now_s += 1.0
+        harness.poll(*reqs, plain)
+        waited_s = [harness.coordinator.queue_entry(req).waited_s for req in (reqs[-1], plain)]
+        assert waited_s == pytest.approx([6.0, 1.0])
 
 
 def test_coordinator_arrivals_between_two_polls_add_up_the_work_before_them(

@@ -15,7 +15,7 @@ from coordinator_harness import BLOCK, NAMESPACE, NO_MEMORY, CoordinatorHarness,
 from faults import Fault
 from polling import until
 
-from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
+from sglang_cake.integration.scheduler.coordinator import NEAR, RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 PATIENCE_S = 60.0
@@ -157,6 +157,36 @@ def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, w
     assert raised[1] is None
     assert ranks.live() == [[], []]
     assert ranks.reclaimable_tokens() == [0, 0]
+
+
+@pytest.mark.parametrize("where", ["loader.drain", "device_slots.place"])
+def test_ranks_poll_failing_on_one_rank_leaves_the_same_requests_far(
+    ranks: TwoRanks, where: str
+) -> None:
+    """What one rank has dropped changes no list that the ranks reduce."""
+    reqs = stored(ranks)
+    crowds = [[FakeReq(f"c{i}", array("q", [i])) for i in range(2 * NEAR)] for _ in range(2)]
+    for pair in [reqs, *zip(*crowds, strict=True)]:
+        for harness, req in zip(ranks.harnesses, pair, strict=True):
+            harness.arrive(req)
+    rids = ["r", *(req.rid for req in crowds[0])]
+    part, name = where.split(".")
+    working = getattr(getattr(ranks.harnesses[0], part), name)
+
+    def fail(*args: Any, **rest: Any) -> None:
+        setattr(getattr(ranks.harnesses[0], part), name, working)
+        raise Fault(where)
+
+    setattr(getattr(ranks.harnesses[0], part), name, fail)
+    raised = []
+    for _ in range(4):
+        raised += ranks.poll(*rids)
+        far = [
+            [harness.coordinator.is_far(req) for req in crowd]
+            for harness, crowd in zip(ranks.harnesses, crowds, strict=True)
+        ]
+        assert far == [[False] * (NEAR - 1) + [True] * (NEAR + 1)] * 2
+    assert [type(each) for each in raised if each is not None] == [Fault]
 
 
 def without_memory(harness: CoordinatorHarness) -> None:

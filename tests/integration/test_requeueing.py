@@ -1115,18 +1115,38 @@ def test_queue_order_prefill_that_is_due_comes_near_among_higher_priorities(
     assert admission.queue[0] is stored
 
 
-def test_far_request_ends_the_admission_to_a_step(admissions: Make) -> None:
-    """All requests after it are far, too: to ask each of them takes long."""
-    admission = admissions(mode="auto")
-    reqs = [admission.req(f"r{i}") for i in range(2 * NEAR)]
-    admission.coordinator.poll([])
-    admission.coordinator.poll([req.rid for req in reqs])
-    adder = prefill_adder(
-        admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64, slots=ROOM.slots
-    )
-    assert adder.add_one_req(reqs[-1], False, None) == AddReqResult.OTHER
-    assert admission.coordinator.waiting
-    assert not adder.preempt_to_schedule(reqs[-1])  # nor does it take the memory of others
+@pytest.mark.parametrize("mode", ["auto", "both"])
+def test_far_request_is_admitted_unless_one_that_is_near_waits(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """SGLang asks no request that is near if the adapters of all of them have no place."""
+    admitted = admitted_tokens(monkeypatch)
+    admission = admissions(mode=mode)
+    stored = admission.req("stored", stored=True)
+    far = [FakeReq(f"r{i}", array("q", range(PROMPT))) for i in range(2 * NEAR)]
+    for req in far:
+        req.session = object()  # without keys
+        admission.base.arrive(req)
+    admission.coordinator.poll([stored.rid, *(req.rid for req in far)])
+
+    def adder() -> Any:
+        return prefill_adder(
+            admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64, slots=ROOM.slots
+        )
+
+    waits = mode == "auto"
+    now = adder()
+    assert now.add_one_req(far[-1], False, None) == AddReqResult.CONTINUE
+    assert bool(admitted) != waits
+    if waits:
+        asked = [now.add_one_req(req, False, None) for req in far[NEAR : 2 * NEAR - 1]]
+        assert asked == [AddReqResult.CONTINUE] * (NEAR - 2) + [AddReqResult.OTHER]
+    assert admission.coordinator.waiting == waits
+    assert bool(admitted) != waits
+    admission.land(stored)
+    admission.base.leave(stored)
+    admission.coordinator.poll([req.rid for req in far])
+    assert adder().add_one_req(far[-1], False, None) == AddReqResult.CONTINUE
 
 
 def test_queue_order_prefill_of_prompts_that_wait_beyond_a_chunk_is_not_due(

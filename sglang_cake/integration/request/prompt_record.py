@@ -131,7 +131,7 @@ class AgreedLoads:
             of the lookup. After that, it counts from the last fetched block, or from the moment
             when the link began to serve this prompt first, whichever is later. 0 while the link
             serves other prompts first, or no buffer is free.
-        first_poll_s: the shared clock at the first update.
+        first_poll_s: the shared clock at the first poll.
         now_s: the shared clock (`Vote`) at the last update.
         load_from: blocks from this one on are worth loading; None: no block is.
         ever_asked: whether any block was ever worth loading, or has landed.
@@ -157,7 +157,6 @@ class AgreedLoads:
         """Take in what the ranks agreed on."""
         self.elapsed_s = update.elapsed_s
         self.link_idle = update.link_idle and not update.fetched
-        self.first_poll_s = self.first_poll_s or now_s
         self.now_s = now_s
         self.any_landed |= bool(update.fetched)
         self.ever_asked |= self.any_landed

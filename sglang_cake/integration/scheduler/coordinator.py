@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang_cake")
 
 
-# A poll looks only at requests that are near: the first so many, and at least as many as fill two
-# steps. Only the first NEAR are sorted. Each of them costs tens of microseconds a step. SGLang does
-# not match prefixes for its order in a queue of more than 128.
+# A poll looks only at requests that are near, the first so many, and only these are sorted. Each of
+# them costs tens of microseconds a step. SGLang does not match prefixes for its order in a queue of
+# more than 128.
 NEAR = 128
 # For so many waiting requests, each poll decides again whether to load: each costs a prediction.
 RECONSIDERED = 8
@@ -183,8 +183,7 @@ class Coordinator:
         self._tenants = TenantTokens()
         # The shared clock when a request that has lost its record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
-        # Ids of the last poll. With several ranks, only requests that are near are scheduled.
-        self._near: frozenset[str] = frozenset()
+        self._near: frozenset[str] = frozenset()  # ids of the last poll
         self._far: frozenset[str] = frozenset()
         self._fcfs = FcfsSchedule(lambda tokens: step_costs.queue_s(work_of(*tokens)))
         # How many prompts were in prefill, or waited for it, at the last poll; and since then.
@@ -355,7 +354,6 @@ class Coordinator:
         """End every request: the tree is being emptied, or the weights change."""
         for rid in list(self._records):
             self.release(rid)
-        self._far = frozenset()
 
     def emptied(self) -> None:
         """The tree is being emptied."""
@@ -440,7 +438,9 @@ class Coordinator:
         self._prompt_count = len(served)
         self._arrived_count = 0
         self._ahead = None
-        serving = self._nearest(served)
+        # Alike on all ranks, also if one has failed. A request that was near stays so, since its
+        # blocks may be in host memory.
+        serving = [rid for at, rid in enumerate(served) if at < NEAR or rid in self._near]
         self._near = frozenset(serving)
         self._far = frozenset(served) - self._near
         step_s = self.step_s
@@ -451,6 +451,7 @@ class Coordinator:
         for rid, prompt in self._without_keys.items():
             if prompt.since_s is None:
                 self._without_keys[rid] = prompt._replace(since_s=self.prompt_loads.now_s)
+        self.prompt_loads.polled(self._records.values())
         if self.tree_evicts:  # on all ranks, after the vote, whose records are alike
             self.tree_evicts = False
             waiting = [rid for rid in serving if rid != chunked]
@@ -487,8 +488,15 @@ class Coordinator:
     # ---- one request of the step ----
 
     def is_far(self, req: "Req") -> bool:
-        """Whether the last poll did not look at this request, nor at any after it."""
-        return req.rid in self._far and not self.off_here
+        """Whether the last poll did not look at this request. Alike on all ranks."""
+        return req.rid in self._far
+
+    @property
+    def keeps_far_waiting(self) -> bool:
+        """Whether a request that is near waits for its loads or its lookup, and is passed by none
+        that is far: the time until then is not known for these. In other modes than `auto` a wait
+        has no end."""
+        return bool(self._step.passed or self._step.waits) and self._config.mode == "auto"
 
     def awaits_lookup(self, req: "Req") -> bool:
         """Whether a waiting request stays in the queue while its lookup is under way; with several
@@ -822,18 +830,6 @@ class Coordinator:
 
     # ---- parts of `poll` ----
 
-    def _nearest(self, serving: Iterable[str]) -> list[str]:
-        """Those of the requests that are near. One that was near stays so, since its blocks may be
-        in host memory."""
-        near: list[str] = []
-        tokens = 0
-        for rid in serving:
-            first = len(near) < NEAR or tokens < 2 * self.step_costs.chunk_tokens
-            if first or rid in self._near:
-                near.append(rid)
-                tokens += self._rest(rid).tokens
-        return near
-
     def _rest(self, rid: str) -> Span:
         """The tokens of a prompt that are not in the tree yet."""
         if (record := self._records.get(rid)) is not None:
@@ -919,6 +915,7 @@ class Coordinator:
         self._tenants = TenantTokens()
         self._unrecorded_since_s.clear()
         self._fcfs.clear()
+        self._step = _Step()
         self._reconsidered = 0
         self.prompt_loads.late_lookup_s = -math.inf
 

@@ -20,6 +20,7 @@ from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.request.request_metadata import most_slots
 from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.integration.scheduler.coordinator import NEAR
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -105,6 +106,7 @@ class CakePrefillAdder(PrefillAdder):
     # none.
     _waiting_slots: dict[str, int]
     _waiting: int = 0  # prompts that were planned in this step and wait for their loads
+    _far: int = 0  # requests that are far, and were held back in this step
     _without_row: "Req | None" = None  # its prefill is due, and there is no row for it
 
     def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
@@ -336,9 +338,13 @@ class CakePrefillAdder(PrefillAdder):
         tree, coordinator = self._cake()
         if coordinator is None:
             return AS_SGLANG
-        if coordinator.is_far(req):
-            coordinator.waiting = True
-            return Skip(AddReqResult.OTHER)  # and no later request is admitted
+        if coordinator.is_far(req):  # nothing is decided on it, and its record may differ on ranks
+            if not coordinator.keeps_far_waiting:
+                return AS_SGLANG
+            coordinator.held_back()
+            self._far += 1
+            # One that SGLang has sorted to the front may stand before requests that are near.
+            return Skip(AddReqResult.CONTINUE if self._far < NEAR else AddReqResult.OTHER)
         if coordinator.awaits_lookup(req):
             return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
         with coordinator.timed():
@@ -565,7 +571,7 @@ class CakePrefillAdder(PrefillAdder):
         if coordinator is None:
             return False
         if coordinator.is_far(req):
-            return True
+            return coordinator.keeps_far_waiting
         chunked = self._scheduler.chunked_req is not None or self.new_chunked_req is not None
         if not self._step_tokens and (chunked or self.can_run_list):
             return True

@@ -3,7 +3,7 @@ wanted."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import LATE
@@ -73,6 +73,12 @@ class PromptLoads:
             local.link_idle = record.agreed.lookup_done and self._loader.link_idle(record.load_id)
             if local.link_idle:
                 local.served_since_s = time.monotonic()
+
+    def polled(self, records: Iterable[PromptRecord]) -> None:
+        """Note since when each of these requests, near or far, has been polled."""
+        for record in records:
+            if record.agreed.first_poll_s is None:
+                record.agreed.first_poll_s = self.now_s
 
     def apply(self, record: PromptRecord, update: LoadUpdate) -> None:
         """Bring the record up to date with what all ranks agreed on."""

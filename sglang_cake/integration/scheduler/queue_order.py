@@ -206,7 +206,7 @@ def _able(
     which could be those of the request that goes back."""
     tried = 0
     for req in queue:
-        if req.beam_group is not None:
+        if req.beam_group is not None or coordinator.is_far(req):
             continue
         if coordinator.loading(req):
             tried += 1
