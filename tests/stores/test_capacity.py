@@ -903,7 +903,7 @@ def test_index_that_cannot_be_rebuilt_is_tried_after_growing_pauses(tmp_path, mo
             tried.set()
         return wait(event, 0.0)
 
-    monkeypatch.setattr(os, "scandir", failing(errno.EIO))  # the root itself is never left out
+    monkeypatch.setattr(os, "scandir", failing(errno.EMFILE))
     monkeypatch.setattr(threading.Event, "wait", short_wait)
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     with waiting_for_the_index(0.0), contextlib.closing(opened(tmp_path)) as folder:

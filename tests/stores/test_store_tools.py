@@ -311,6 +311,30 @@ def test_store_tools_folder_that_cannot_be_listed_is_one_line_of_error(
     assert status == 2
 
 
+@pytest.mark.parametrize("tool", [["verify"], ["gc"], ["clear", "--yes"]], ids=" ".join)
+def test_store_tools_beside_a_bad_sector_use_the_index_that_they_rebuild(
+    root, capsys, monkeypatch, tool
+):
+    name, *options = tool
+    stored = told(capsys, "stat", url_of(root))["stores"][0]["blocks"]
+    for file in root.glob(f"{INDEX}*"):
+        file.unlink()
+    damaged, stat = file_of(root, ALICE, "a").stat(), os.stat
+
+    def fail_for_one(path, **how):
+        found = stat(path, **how)
+        if os.path.samestat(found, damaged):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return found
+
+    monkeypatch.setattr(os, "stat", fail_for_one)
+    with waiting_for_the_index(0.0):  # as of a folder whose files take longer than that to read
+        assert store(name, url_of(root), *options) == 0
+    capsys.readouterr()
+    left = 0 if name == "clear" else stored - 1
+    assert told(capsys, "stat", url_of(root))["stores"][0]["blocks"] == left
+
+
 @pytest.mark.parametrize(
     "tool",
     [

@@ -98,7 +98,6 @@ class IndexSupervisor:
         self._damaged: os.stat_result | None = None  # the file in which damage was found during use
         self._has_checked_sums = False
         self._rebuilding = Backoff()  # since each rebuild reads the whole folder
-        self._has_bad_sectors = False  # one ended a rebuild, and none succeeded since
         self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
 
@@ -349,7 +348,6 @@ class IndexSupervisor:
             os.close(held)
         self._has_checked_sums = False
         self._rebuilding.reset()
-        self._has_bad_sectors = False
         self._index = index
         self._opened.set()
 
@@ -395,8 +393,9 @@ class IndexSupervisor:
     def _rebuild(self, index: BlockIndex) -> None:
         """Fill the index from the files.
 
-        A bad sector (DAMAGE_ERRORS) ends the first try, as any error that may be one of a moment.
-        The next one leaves out what still cannot be read: it would end every try.
+        A bad sector (DAMAGE_ERRORS) ends the first try, since the error may be one of a moment. The
+        second one leaves out what still cannot be read: it would end every try. Both belong to one
+        call, since a tool ends if the index cannot be rebuilt.
         Raises: OSError; sqlite3.Error.
         """
         left_out = dict[tuple[str, ...], OSError]()
@@ -404,20 +403,26 @@ class IndexSupervisor:
         def leaves_out(error: OSError, names: tuple[str, ...]) -> bool:
             if is_lasting(error, names):
                 return True
-            if self._has_bad_sectors and error.errno in DAMAGE_ERRORS:
+            if error.errno in DAMAGE_ERRORS:
                 left_out[names] = error
                 return True
             return False
 
         started_s = time.monotonic()
-        index.clear()
         try:
-            if not self._add_files(index, leaves_out):
-                return
-        except OSError as error:
-            self._has_bad_sectors |= error.errno in DAMAGE_ERRORS
+            try:
+                added = self._add_files(index, is_lasting)
+            except OSError as error:
+                if error.errno not in DAMAGE_ERRORS:
+                    raise
+                self._complain(error)
+                self._closing.wait(TICK_S)
+                added = self._add_files(index, leaves_out)
+        except OSError:
             self._rebuilding.start(time.monotonic())
             raise
+        if not added:
+            return
         index.mark_clean(this_boot())
         if left_out:
             names, failure = next(iter(left_out.items()))
@@ -438,7 +443,8 @@ class IndexSupervisor:
         )
 
     def _add_files(self, index: BlockIndex, leaves_out: LeavesOut) -> bool:
-        """Add all files; False if the store is closed meanwhile."""
+        """Replace all rows by those of the files; False if the store is closed meanwhile."""
+        index.clear()
         for digest in namespaces_in(self._root):
             if self._closing.is_set():
                 return False
