@@ -890,7 +890,10 @@ def test_index_rebuilt_beside_a_bad_sector_leaves_out_what_cannot_be_read(
     assert f"left out 1 files or folders that cannot be read, such as {bad}: " in caplog.text
 
 
-def test_index_that_cannot_be_rebuilt_is_tried_after_growing_pauses(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing_part", ["files", "database"])
+def test_index_that_cannot_be_rebuilt_is_tried_after_growing_pauses(
+    tmp_path, monkeypatch, failing_part
+):
     opened(tmp_path).close()
     wreck(tmp_path, "absent")
     wait, pauses, tried = threading.Event.wait, [], threading.Event()
@@ -903,7 +906,15 @@ def test_index_that_cannot_be_rebuilt_is_tried_after_growing_pauses(tmp_path, mo
             tried.set()
         return wait(event, 0.0)
 
-    monkeypatch.setattr(os, "scandir", failing(errno.EMFILE))
+    def full(index):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    if failing_part == "files":
+        monkeypatch.setattr(os, "scandir", failing(errno.EMFILE))
+    else:
+        monkeypatch.setattr(BlockIndex, "clear", full)
     monkeypatch.setattr(threading.Event, "wait", short_wait)
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     with waiting_for_the_index(0.0), contextlib.closing(opened(tmp_path)) as folder:

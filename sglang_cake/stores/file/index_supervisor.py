@@ -418,12 +418,11 @@ class IndexSupervisor:
                 self._complain(error)
                 self._closing.wait(TICK_S)
                 added = self._add_files(index, leaves_out)
-        except OSError:
+        except (OSError, sqlite3.Error):
             self._rebuilding.start(time.monotonic())
             raise
         if not added:
             return
-        index.mark_clean(this_boot())
         if left_out:
             names, failure = next(iter(left_out.items()))
             logger.warning(
@@ -443,13 +442,15 @@ class IndexSupervisor:
         )
 
     def _add_files(self, index: BlockIndex, leaves_out: LeavesOut) -> bool:
-        """Replace all rows by those of the files; False if the store is closed meanwhile."""
+        """Replace all rows by those of the files, which match then; False if the store is closed
+        meanwhile."""
         index.clear()
         for digest in namespaces_in(self._root):
             if self._closing.is_set():
                 return False
             own_bytes = self._descriptions.own_bytes(digest)
             index.add_found(digest, own_bytes, scanned_files_in(self._root, digest, leaves_out))
+        index.mark_clean(this_boot())
         return True
 
     def reclaim(self, index: BlockIndex) -> None:
