@@ -890,6 +890,35 @@ def test_index_rebuilt_beside_a_bad_sector_leaves_out_what_cannot_be_read(
     assert f"left out 1 files or folders that cannot be read, such as {bad}: " in caplog.text
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG])
+def test_index_of_a_root_that_cannot_be_listed_is_not_rebuilt_until_it_can(
+    tmp_path, monkeypatch, number
+):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        for name in range(3):
+            put(folder, name)
+    wreck(tmp_path, "absent")
+    root, scandir, failed = tmp_path.stat(), os.scandir, []
+
+    def fail_for_the_root(folder):
+        if os.path.samestat(os.stat(folder), root):
+            failed.append(folder)
+            raise OSError(number, os.strerror(number))
+        return scandir(folder)
+
+    def tried_twice_or_open():
+        return len(failed) > 1 or folder.stats().blocks is not None
+
+    with contextlib.ExitStack() as ends:
+        with monkeypatch.context() as patch, waiting_for_the_index(0.0):
+            patch.setattr(os, "scandir", fail_for_the_root)
+            folder = ends.enter_context(contextlib.closing(opened(tmp_path)))
+            until(tried_twice_or_open, "the rebuild has failed, or the index is open")
+            assert folder.stats().blocks is None
+        until(lambda: folder.stats().blocks is not None, "the index is open")
+        assert folder.stats().blocks == 3
+
+
 @pytest.mark.parametrize("failing_part", ["files", "database"])
 def test_index_that_cannot_be_rebuilt_is_tried_after_growing_pauses(
     tmp_path, monkeypatch, failing_part

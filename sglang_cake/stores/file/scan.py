@@ -33,9 +33,10 @@ LIST_AT_ONCE = 10_000  # blocks that a listing holds in memory
 
 
 def namespaces_in(root: Path) -> list[Digest]:
-    """The namespaces that have a folder. Raises: OSError, also if there is no root."""
-    os.stat(root)
-    names = sorted(filter(DIGEST_OR_KEY.fullmatch, nofollow.folders_in(root)))
+    """The namespaces that have a folder. Raises: OSError, also if there is no root, and if it is
+    damaged: without it, a store would count as empty."""
+    found = nofollow.folders_in(root, leaves_out=lambda *_: False)
+    names = sorted(filter(DIGEST_OR_KEY.fullmatch, found))
     return [Digest(bytes.fromhex(name)) for name in names]
 
 
