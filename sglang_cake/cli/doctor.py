@@ -382,12 +382,13 @@ async def _measured(
 
 
 def _spaces(store: NamedStore, kv: KvSizes | None) -> list[Finding]:
-    """The space of a folder; empty for other stores."""
-    if (files := store.files) is None:
+    """The space of a folder; empty for other stores, and where it is not known what the folder
+    takes, as while its index is being rebuilt."""
+    if (files := store.files) is None or (used_bytes := files.stats().used_bytes) is None:
         return []
     room_bytes = math.inf
     if (free := free_bytes(os.statvfs(files.path))) is not None:
-        room_bytes = free - files.min_free_bytes + (files.stats().used_bytes or 0)
+        room_bytes = free - files.min_free_bytes + used_bytes
     usable_bytes = min(room_bytes, files.capacity_bytes or room_bytes)
     if usable_bytes == math.inf:
         return [_ok("space", f"no limit in {files.path}")]

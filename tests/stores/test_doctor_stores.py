@@ -1,6 +1,7 @@
 """`sglang-cake doctor`: what it says of stores, each fault by its real cause."""
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import threading
@@ -17,8 +18,9 @@ from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
 from sglang_cake.cli.named_stores import NamedStore
 from sglang_cake.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
+from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
-from sglang_cake.stores.file.paths import INDEX_LOCK
+from sglang_cake.stores.file.paths import INDEX, INDEX_LOCK
 from sglang_cake.testing.memory_store import MemoryStore
 
 MODEL = KvSizes(block_bytes=2 << 20, end_blocks=0, stored_token_bytes=1000)
@@ -110,19 +112,20 @@ def test_doctor_of_a_nearly_full_store_evicts_nothing(tmp_path):
     assert len(held(tmp_path, ALICE)) == 200
 
 
-def test_doctor_store_whose_index_is_being_rebuilt_is_a_note(tmp_path):
+def test_doctor_store_whose_index_is_being_rebuilt_is_a_note_without_its_space(tmp_path):
     fill(tmp_path, ALICE, "a")
     rebuilding = open_private(tmp_path / INDEX_LOCK)
     assert lock(rebuilding, fcntl.LOCK_EX)
+    with contextlib.closing(BlockIndex(tmp_path / INDEX)) as index:
+        index.clear()  # as the rebuild begins
     (store,) = stores_of(CakeConfig(store=url_of(tmp_path)))
     with waiting_for_the_index(0.0):
         found = asyncio.run(store_findings(store, 2, MODEL, bench_s=0.05))
     os.close(rebuilding)
-    (line, space), bytes_per_s = found
+    (line,), bytes_per_s = found
     assert line.state == "note"
     assert "its index is being rebuilt" in line.text
     assert "`sglang-cake store gc` completes that" in line.text
-    assert space.about == "space"
     assert bytes_per_s is None
 
 
