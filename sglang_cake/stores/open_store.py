@@ -234,7 +234,8 @@ def parse_sources(
     pin: Pin | None = None,
     block_bytes: int = 0,
 ) -> list[StoreSource]:
-    """Sources of a `--cake-store`, `URL[,URL...]`, fastest first. No I/O but imports.
+    """Sources of a `--cake-store`, `URL[,URL...]`, fastest first. No I/O but imports, unless `text`
+    is None.
 
     Args:
         text: None is a file store in the user's cache folder.

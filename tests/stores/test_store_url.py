@@ -1,5 +1,6 @@
 """What may be written as a store URL, and one clear line for everything else."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -10,16 +11,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storetools import ALICE, fill, refusal_of
+from storetools import ALICE, file_of, fill, refusal_of
 from system_calls import Disk, failing
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.file import disk as disk_module
 from sglang_cake.stores.file.disk import file_system_type
 from sglang_cake.stores.file.file_store import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
+from sglang_cake.stores.file.index import BlockIndex, ScannedFile
+from sglang_cake.stores.file.paths import INDEX
 from sglang_cake.stores.file.scan import stats_in
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import parse_bandwidth, parse_size, split_urls
+from sglang_cake.testing.store_contract import key_of
 
 
 @pytest.mark.parametrize(
@@ -209,6 +213,52 @@ def test_default_source_takes_half_of_the_room_and_leaves_a_fifth_free(
     assert default_source() == expected
     assert disk.asked == [folder if names else tmp_path]  # the nearest folder that is there
     assert names or list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("index_is", ["absent", "damaged", "rebuilt in part"])
+def test_default_source_without_a_whole_index_counts_the_files_of_the_blocks(
+    monkeypatch, tmp_path, index_is
+):
+    folder = tmp_path / "sglang_cake/store"
+    folder.parent.mkdir(parents=True)
+    fill(folder, ALICE, "a", "b", "c")
+    own_bytes = sum(file_of(folder, ALICE, name).stat().st_blocks * 512 for name in "abc")
+    if index_is == "rebuilt in part":
+        with contextlib.closing(BlockIndex(folder / INDEX)) as index:
+            index.clear()
+            index.add_found(ALICE.digest, 0, [ScannedFile(key_of("a"), own_bytes // 3, 1.0, 1.0)])
+    else:
+        for file in folder.glob(f"{INDEX}*"):
+            file.unlink()
+    if index_is == "damaged":
+        (folder / INDEX).write_bytes(b"no database at all")
+    Disk(monkeypatch).f_bavail = 1_024_000
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_source().capacity_bytes == (1_024_000 + own_bytes) // 2
+
+
+def test_default_source_counts_nothing_for_files_that_cannot_be_read(monkeypatch, tmp_path):
+    folder = tmp_path / "sglang_cake/store"
+    folder.parent.mkdir(parents=True)
+    fill(folder, ALICE, "a")
+    for file in folder.glob(f"{INDEX}*"):
+        file.unlink()
+    Disk(monkeypatch).f_bavail = 1_024_000
+    monkeypatch.setattr(os, "listdir", failing(errno.EIO))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_source().capacity_bytes == 1_024_000 // 2
+
+
+def test_default_source_after_a_reboot_takes_the_last_total_of_its_index(monkeypatch, tmp_path):
+    folder = tmp_path / "sglang_cake/store"
+    folder.parent.mkdir(parents=True)
+    fill(folder, ALICE, "a", "b", "c")
+    own_bytes = stats_in(folder).used_bytes
+    with contextlib.closing(BlockIndex(folder / INDEX)) as index:
+        index.mark_clean("an earlier boot")
+    Disk(monkeypatch).f_bavail = 1_024_000
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_source().capacity_bytes == (1_024_000 + own_bytes) // 2
 
 
 @pytest.mark.parametrize("value", [None, "", "relative/cache"])

@@ -380,7 +380,10 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
     """The store without `--cake-store`: in the user's cache folder.
 
     Of the disk's space that is free or its own now, it takes at most half, and keeps a fifth free.
-    Raises: ConfigError if there is no home folder, or the size of its disk is unknown.
+    Without a whole index, that reads the whole folder: with the blocks counted as space of others,
+    half of them would be evicted.
+    Raises: ConfigError if there is no home folder, its disk has no known size, or the folder cannot
+        be listed.
     """
     try:
         path = cache_folder() / "store"
@@ -388,9 +391,11 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
         free = free_bytes(os.statvfs(there))
         if free is None:
             raise OSError(f"the file system of {there} has no fixed size")
+        own_bytes = scan.stats_in(path, even_if_old=True).used_bytes
+        if own_bytes is None:
+            own_bytes = scan.block_bytes_in(path) if there == path else 0
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
-    own_bytes = scan.stats_in(path, even_if_old=True).used_bytes or 0
     room_bytes = free + own_bytes
     return FileSource(
         path,

@@ -73,15 +73,34 @@ def stats_in(root: Path, *, even_if_old: bool = False) -> StoreStats:
     """Totals of all namespaces, from the index; empty if it cannot be read.
 
     Args:
-        even_if_old: also from an index that is to be rebuilt, which may lack blocks.
+        even_if_old: also from an index of an earlier start of the machine, but not from one whose
+            rebuilding has not ended, which lacks blocks.
     """
     with (
         contextlib.suppress(sqlite3.Error, OSError),
         contextlib.closing(IndexReader(root / INDEX)) as index,
     ):
-        if even_if_old or index.clean_boot_id() == this_boot():
+        boot = index.clean_boot_id()
+        if boot == this_boot() or (even_if_old and boot):
             return index.stats()
     return StoreStats()
+
+
+def block_bytes_in(root: Path) -> int:
+    """Bytes of all blocks on the disk, from the files, as far as these can be read.
+
+    Raises: OSError if the root cannot be listed.
+    """
+
+    def leaves_out(error: OSError, names: tuple[str, ...]) -> bool:
+        return True
+
+    return sum(
+        status.st_blocks * 512
+        for digest in namespaces_in(root)
+        for shard in shards_in(root, digest, leaves_out=leaves_out)
+        for _, status in _block_files(root, shard, leaves_out)
+    )
 
 
 def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
