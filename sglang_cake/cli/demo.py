@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, evaluate, report
-from sglang_cake.cli.named_stores import interrupt
 from sglang_cake.core.codec_names import CHOICES, RAW, check_installed, own_names
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.demo.event_trace import TRACE_ENV
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every arm gave the same tokens, 1 otherwise. With a lossy codec the tokens
     may differ."""
     # SIGTERM must stop the servers too, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     progress = ProgressLog()
     try:
         with contextlib.ExitStack() as ending:
@@ -124,6 +123,10 @@ def run(args: argparse.Namespace) -> int:
     except (DemoFailed, ServerDied) as error:
         progress.say(f"failed: {error}")
         return 1
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _run(args: argparse.Namespace, ending: contextlib.ExitStack, progress: ProgressLog) -> int:

@@ -274,24 +274,33 @@ def add_url_and_json(parser: argparse.ArgumentParser, run: Any) -> None:
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse from a coroutine function. SIGTERM interrupts it, as Ctrl-C does, also
-    where it does not await."""
+    """A `run` for argparse from a coroutine function. SIGTERM interrupts it as Ctrl-C does, and at
+    once where it does not await."""
 
-    def run(args: argparse.Namespace) -> int:
+    async def stoppable(args: argparse.Namespace) -> int:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def interrupt(*_: object) -> None:
+            if asyncio.current_task(loop) is task:
+                raise KeyboardInterrupt
+            loop.call_soon_threadsafe(task.cancel)
+
         if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-            return asyncio.run(tool(args))
+            return await tool(args)
         former = signal.signal(signal.SIGTERM, interrupt)
         try:
-            return asyncio.run(tool(args))
+            return await tool(args)
         finally:
             signal.signal(signal.SIGTERM, former)
 
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return asyncio.run(stoppable(args))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
     return run
-
-
-def interrupt(*_: object) -> None:
-    """A handler of a signal. Raises: KeyboardInterrupt."""
-    raise KeyboardInterrupt
 
 
 @contextmanager

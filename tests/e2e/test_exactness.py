@@ -142,9 +142,10 @@ def test_generated_tokens_are_stored_and_loaded_in_the_next_turn(
     turn = conversation + first.tokens[-1:] + prompt(20)
     answer = both.ask_flushed(turn)
     assert_same(answer, plain.reference(turn))
-    assert answer.loaded > 0 or both.races
-    found = next(e for e in both.events(answer.meta["id"]) if e["event"] == "found")
-    assert found["stored_blocks"] >= len(conversation) // BLOCK
+    if not both.races:  # else the lookup may be answered after the prefill
+        assert answer.loaded > 0
+        found = next(e for e in both.events(answer.meta["id"]) if e["event"] == "found")
+        assert found["stored_blocks"] >= len(conversation) // BLOCK
 
 
 def test_stored_kv_loaded_and_stored_again_is_bit_identical(both: Live, prompt: Make) -> None:

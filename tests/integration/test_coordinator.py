@@ -474,21 +474,55 @@ def test_coordinator_prompt_behind_many_is_loaded_once_it_is_near(
     assert not auto.coordinator.is_far(last)
 
 
-def test_coordinator_prompt_that_was_near_stays_so_behind_later_ones(
-    auto: CoordinatorHarness,
+def test_coordinator_prompt_that_is_loaded_stays_near_behind_later_ones(
+    harness: CoordinatorHarness,
 ) -> None:
     """Its blocks are in host memory, which others need."""
     req = req_of(4.5)
-    keys = auto.fill(req.origin_input_ids, set(range(4)))
-    auto.arrive(req)
-    auto.poll(req)
-    before = crowd(auto, 2 * NEAR)  # of a higher priority
-    auto.poll(*before, req)
-    assert not auto.coordinator.is_far(req)
-    assert auto.coordinator.is_far(before[-1])
-    auto.open(keys[3])
-    auto.poll(*before, req, times=2)
-    assert auto.coordinator.live[req.rid].meet.landed_blocks == 1
+    keys = harness.fill(req.origin_input_ids, set(range(4)))
+    harness.arrive(req)
+    harness.poll(req, times=2)
+    before = crowd(harness, 2 * NEAR)  # of a higher priority
+    harness.poll(*before, req)
+    assert not harness.coordinator.is_far(req)
+    assert harness.coordinator.is_far(before[-1])
+    harness.open(keys[3])
+    harness.poll(*before, req, times=2)
+    assert harness.coordinator.live[req.rid].meet.landed_blocks == 1
+
+
+def test_coordinator_prompts_that_load_nothing_are_far_once_others_pass_them(
+    auto: CoordinatorHarness,
+) -> None:
+    reqs = crowd(auto, 3 * NEAR)
+    auto.poll(*reqs, times=2)
+    auto.poll(*reversed(reqs), times=2)
+    assert [auto.coordinator.is_far(req) for req in reqs] == [True] * 2 * NEAR + [False] * NEAR
+
+
+def test_coordinator_as_many_prompts_stay_near_as_are_near_and_others_give_all_back() -> None:
+    with CoordinatorHarness(mode="load", staging=4) as harness:
+        groups = []
+        for group in range(3):
+            groups.append(
+                [FakeReq(f"{group}-{i}", array("q", [group, i] * 12)) for i in range(NEAR)]
+            )
+            for req in groups[-1]:
+                harness.fill(req.origin_input_ids, {0})
+                harness.arrive(req)
+        one, two, three = groups
+
+        def far(group: list[FakeReq]) -> set[bool]:
+            return {harness.coordinator.is_far(req) for req in group}
+
+        harness.poll(*one, *two, *three, times=2)
+        harness.poll(*two, *one, *three, times=2)
+        assert [far(group) for group in groups] == [{False}, {False}, {True}]
+        harness.poll(*three, *two, *one, times=2)
+        assert [far(group) for group in groups] == [{True}, {False}, {False}]
+        assert not any(harness.coordinator.loading(req) for req in one)
+        harness.poll(*one, *two, *three, times=3)
+        assert all(harness.coordinator.loading(req) for req in one)
 
 
 def test_coordinator_far_prompts_have_waited_since_their_first_poll(

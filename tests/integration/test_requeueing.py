@@ -1115,7 +1115,7 @@ def test_queue_order_prefill_that_is_due_comes_near_among_higher_priorities(
     assert admission.queue[0] is stored
 
 
-@pytest.mark.parametrize("mode", ["auto", "both"])
+@pytest.mark.parametrize("mode", ["both", "load"])
 def test_far_request_is_admitted_unless_one_that_is_near_waits(
     admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -1134,19 +1134,16 @@ def test_far_request_is_admitted_unless_one_that_is_near_waits(
             admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64, slots=ROOM.slots
         )
 
-    waits = mode == "auto"
     now = adder()
-    assert now.add_one_req(far[-1], False, None) == AddReqResult.CONTINUE
-    assert bool(admitted) != waits
-    if waits:
-        asked = [now.add_one_req(req, False, None) for req in far[NEAR : 2 * NEAR - 1]]
-        assert asked == [AddReqResult.CONTINUE] * (NEAR - 2) + [AddReqResult.OTHER]
-    assert admission.coordinator.waiting == waits
-    assert bool(admitted) != waits
+    asked = [now.add_one_req(req, False, None) for req in far[NEAR:]]
+    assert asked == [AddReqResult.CONTINUE] * (NEAR - 1) + [AddReqResult.OTHER]
+    assert admission.coordinator.waiting
+    assert admitted == []
     admission.land(stored)
     admission.base.leave(stored)
     admission.coordinator.poll([req.rid for req in far])
     assert adder().add_one_req(far[-1], False, None) == AddReqResult.CONTINUE
+    assert admitted == [PROMPT]
 
 
 def test_queue_order_prefill_of_prompts_that_wait_beyond_a_chunk_is_not_due(

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -183,8 +183,10 @@ class Coordinator:
         self._tenants = TenantTokens()
         # The shared clock when a request that has lost its record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
-        self._near: frozenset[str] = frozenset()  # ids of the last poll
+        # Ids of the last poll. Those of `_kept` may have blocks in host memory.
+        self._near: frozenset[str] = frozenset()
         self._far: frozenset[str] = frozenset()
+        self._kept: frozenset[str] = frozenset()
         self._fcfs = FcfsSchedule(lambda tokens: step_costs.queue_s(work_of(*tokens)))
         # How many prompts were in prefill, or waited for it, at the last poll; and since then.
         self._prompt_count = 0
@@ -438,14 +440,16 @@ class Coordinator:
         self._prompt_count = len(served)
         self._arrived_count = 0
         self._ahead = None
-        # Alike on all ranks, also if one has failed. A request that was near stays so, since its
-        # blocks may be in host memory.
-        serving = [rid for at, rid in enumerate(served) if at < NEAR or rid in self._near]
+        # Alike on all ranks, also if one has failed since the last poll. So many requests stay near
+        # while others pass them.
+        passed = [rid for rid in itertools.islice(served, NEAR, None) if rid in self._kept]
+        serving = [*itertools.islice(served, NEAR), *passed[:NEAR]]
         self._near = frozenset(serving)
         self._far = frozenset(served) - self._near
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
+        self._attempt(failures, lambda: self._begin_far(passed[NEAR:]))
         self._attempt(failures, lambda: self._take_events(step_s))
         awaiting, changed = self._vote(serving)
         for rid, prompt in self._without_keys.items():
@@ -467,7 +471,9 @@ class Coordinator:
         if awaiting:
             if not self._consensus.alone:
                 self._attempt(failures, self._end_failed_copies)
-            self._vote(serving)  # a request that has failed on another rank is not scheduled
+            # A request that has failed on another rank is not scheduled.
+            awaiting, _ = self._vote(serving)
+        self._kept = frozenset(record.rid for record in awaiting if record.agreed.ever_asked)
         if failures:
             raise failures[0]
 
@@ -494,9 +500,8 @@ class Coordinator:
     @property
     def keeps_far_waiting(self) -> bool:
         """Whether a request that is near waits for its loads or its lookup, and is passed by none
-        that is far: the time until then is not known for these. In other modes than `auto` a wait
-        has no end."""
-        return bool(self._step.passed or self._step.waits) and self._config.mode == "auto"
+        that is far: how far these may go is not known."""
+        return bool(self._step.passed or self._step.waits)
 
     def awaits_lookup(self, req: "Req") -> bool:
         """Whether a waiting request stays in the queue while its lookup is under way; with several
@@ -855,6 +860,14 @@ class Coordinator:
         self.prompt_loads.measure(self._awaiting())
         self.prompt_loads.take_events()
         self._device_slots.check_copies()
+
+    def _begin_far(self, rids: Iterable[str]) -> None:
+        """More requests than may stay near were passed: these give all back, as if they had just
+        arrived."""
+        for record in [self._records[rid] for rid in rids if rid in self._records]:
+            self.prompt_loads.stop_loading(record, "ended")
+            load_id = f"{record.rid}#{next(self._numbers)}"
+            self._look_up(record.looked_up_anew(load_id, record.meet.front), None)
 
     def _look_up_evicted(self, rids: Sequence[str]) -> None:
         """Repeat the lookup of a waiting request whenever the tree has evicted more of its blocks

@@ -416,7 +416,8 @@ class IndexSupervisor:
                 if error.errno not in DAMAGE_ERRORS:
                     raise
                 self._complain(error)
-                self._closing.wait(TICK_S)
+                if self._closing.wait(TICK_S):
+                    return
                 added = self._add_files(index, leaves_out)
         except (OSError, sqlite3.Error):
             self._rebuilding.start(time.monotonic())

@@ -47,6 +47,7 @@ DESCRIBE_EVERY_S = 600.0
 CHECK_S = 8.0  # limit for the check at start
 MAX_NAMESPACES = 10_000
 LIMITS = TimeoutLimits()
+_UNREADABLE = ("AccessDenied", "InvalidObjectState")  # a policy keeps it back; it is archived
 DESCRIPTION_TRIES = 3  # without a description, the blocks of a namespace are not counted
 MAX_PREFIX_BYTES = 512  # a name may have 1024 bytes, and a block needs 136 of them
 
@@ -306,8 +307,8 @@ class S3Source:
                     while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
                         raw += data
             except StoreUnavailable as error:
-                if isinstance(error, S3Error) and error.status == 403:
-                    return {}  # an archived object, or one that a policy keeps back
+                if isinstance(error, S3Error) and error.code in _UNREADABLE:
+                    return {}
                 if not left:  # after a timeout, the next try has twice the time
                     raise
             except StoreError:
