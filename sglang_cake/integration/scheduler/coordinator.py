@@ -191,7 +191,9 @@ class Coordinator:
         # How many prompts were in prefill, or waited for it, at the last poll; and since then.
         self._prompt_count = 0
         self._arrived_count = 0
-        self._ahead: StepWork | None = None  # of a prompt that arrives now; None: not known yet
+        # Before a prompt that arrives now; None: not known yet. Prompts that have left since the
+        # last poll still count.
+        self._ahead: StepWork | None = None
         self._step = _Step()
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
@@ -256,7 +258,7 @@ class Coordinator:
         self._arrived_count += 1
         ahead = None
         if self._prompt_count + self._arrived_count <= NEAR:
-            ahead = self._work_ahead()
+            ahead = self._work_before() if self._ahead is None else self._ahead
             self._ahead = ahead + record.device_work
         self._look_up(record, ahead)
         self._reporter.write_event(
@@ -884,9 +886,7 @@ class Coordinator:
                 self.prompt_loads.stop_loading(record, "ended")
                 load_id = f"{record.rid}#{next(self._numbers)}"
                 anew = record.looked_up_anew(load_id, front)
-                ahead = sum((live.device_work for live in self._ahead_of(record)), StepWork())
-                ahead = sum(map(self._work_without_keys, self._without_keys), ahead)
-                self._look_up(anew, ahead)
+                self._look_up(anew, self._work_before(record))
                 self._counters.add("repeated_lookups")
 
     def _awaiting(self) -> list[PromptRecord]:
@@ -1215,15 +1215,12 @@ class Coordinator:
             )
         )
 
-    def _work_ahead(self) -> StepWork:
-        """The work of the device before a prompt that arrives now. Prompts that leave before the
-        next poll still count."""
-        if self._ahead is None:
-            ahead = sum((live.device_work for live in self._ahead_of()), StepWork())
-            self._ahead = sum(map(self._work_without_keys, self._without_keys), ahead)
-        return self._ahead
+    def _work_before(self, record: PromptRecord | None = None) -> StepWork:
+        """The work of the device before a prompt; None: before one that arrives now."""
+        ahead = sum((live.device_work for live in self._ahead_of(record)), StepWork())
+        return sum(map(self._work_without_keys, self._without_keys), ahead)
 
-    def _ahead_of(self, record: PromptRecord | None = None) -> Iterator[PromptRecord]:
+    def _ahead_of(self, record: PromptRecord | None) -> Iterator[PromptRecord]:
         """Prompts with keys that came before this one, or before one that comes now, and are
         computed before it. Where priorities adapt, prompts that are being loaded let it go first.
         """
