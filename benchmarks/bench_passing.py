@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def drawn(seed: int, plan_s: float | None) -> tuple[Machine, int, list[Prompt]]:
 
 
 def _without_slack(entries: Sequence[QueueEntry]) -> list[int]:
-    return priority.order([replace(each, slack_s=math.inf) for each in entries])
+    return priority.order([each._replace(slack_s=math.inf) for each in entries])
 
 
 def tallies(streams: int, plan_s: float | None) -> dict[str, Tally]:

@@ -120,6 +120,7 @@ class StepCosts:
         self._launched: deque[_LaunchedStep] = deque()  # a few: polls take out those that are over
         self._decodes = 0  # requests that decode in steps that prefill
         self._agreed = SharedCosts(prior, 0.0, ())
+        self._least_stall_s = 0.0  # no loads stall before that
         self.overlap_share = 0.0
 
     # ---- measuring ----
@@ -165,6 +166,10 @@ class StepCosts:
     def agree(self, shared: SharedCosts) -> None:
         """Decide on these numbers of all ranks."""
         self._agreed = shared
+        loads = list(zip(shared.tiers, shared.silence_s, strict=False))
+        stalled = any(cost.is_stalled(silent_s) for cost, silent_s in loads)
+        least_s = min((cost.stall_s for cost, _ in loads), default=0.0)
+        self._least_stall_s = 0.0 if stalled else least_s
 
     @property
     def agreed(self) -> PrefillCost:
@@ -290,11 +295,8 @@ class StepCosts:
 
     def is_stalled(self, record: PromptRecord) -> bool:
         """Whether the loads of the request have stalled. Asked of all waiting requests, so the
-        usual case, no tier that has stalled, costs little."""
-        agreed, shared = record.agreed, self._agreed
-        tiers = slice(None) if agreed.tier is None else slice(agreed.tier, agreed.tier + 1)
-        loads = zip(shared.tiers[tiers], shared.silence_s[tiers], strict=False)
-        if not any(cost.is_stalled(max(agreed.elapsed_s, silent_s)) for cost, silent_s in loads):
+        usual case costs little: no tier has stalled, and the link serves another request first."""
+        if record.agreed.elapsed_s < self._least_stall_s:
             return False
         return is_stalled(record.meet.view(), self.costs_alone(record), record.progress)
 

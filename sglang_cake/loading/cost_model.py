@@ -305,7 +305,12 @@ class LoadCost:
     def is_stalled(self, since_s: float) -> bool:
         """Whether twice the time has passed in which all reads in flight should have landed. Blocks
         that are read side by side may arrive together, after times without any."""
-        return since_s > 2 * (self.latency_s + self.depth * self.block_s)
+        return since_s > self.stall_s
+
+    @property
+    def stall_s(self) -> float:
+        """The least time that `is_stalled` does not hold for."""
+        return 2 * (self.latency_s + self.depth * self.block_s)
 
     def _next_s(self, any_landed: bool) -> float:
         return self.block_s if any_landed else self.latency_s + self.block_s

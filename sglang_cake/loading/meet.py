@@ -204,6 +204,7 @@ class Meet:
 
     Attributes:
         limit: the last position that the front may jump to.
+        front: end of the scheduled prefix, in tokens.
     """
 
     def __init__(
@@ -229,6 +230,7 @@ class Meet:
         self._target = 0  # blocks before the target; 0: there is none
         self._end_states = bytearray()  # states of the target's end blocks
         self.front = 0
+        self._view: View | None = None  # None: something has changed since the last one
         self.advance(front)
         # At arrival: the loader's choice of a target starts from it, too.
         self._first = self.first_loadable
@@ -305,13 +307,13 @@ class Meet:
             last = min(self._block_of(self.front) + 1, self.block_count)
             for block in range(self._block_of(front), last):
                 self._apply(block, Event.EVICT)
-            self.front = front
+            self._move_front(front)
         if front > self.front:
             for block in range(self._block_of(self.front), self._blocks_below(front)):
                 if self._states[block] == BlockState.LANDED:
                     surplus.append(block)
                 self._apply(block, Event.PASS)
-            self.front = front
+            self._move_front(front)
         return surplus + self._keep_run()
 
     # ---- what the scheduler does ----
@@ -338,7 +340,7 @@ class Meet:
         assert span == self.island()
         for block in self.blocks_of(span):
             self._apply(block, Event.ATTACH)
-        self.front = span.stop
+        self._move_front(span.stop)
         self._set_target(0)
 
     def claim(self, stop: int) -> list[int]:
@@ -353,7 +355,7 @@ class Meet:
                 surplus.append(block)
                 self._apply(block, Event.DROP)
             self._apply(block, Event.CLAIM)
-        self.front = stop
+        self._move_front(stop)
         return surplus + self._keep_run()
 
     # ---- questions ----
@@ -375,17 +377,19 @@ class Meet:
 
     def view(self) -> View:
         """The front and the blocks right of it, for `planner`."""
-        first = self._block_of(self.front)
-        return View(
-            front=self.front,
-            first=first,
-            states=bytes(self._states[first:]),
-            block_tokens=self.block_tokens,
-            prompt_tokens=self._prompt_tokens,
-            limit=self.limit,
-            end_blocks=self.end_blocks,
-            end_wanted=self._end_states.count(BlockState.WANTED),
-        )
+        if self._view is None:
+            first = self._block_of(self.front)
+            self._view = View(
+                front=self.front,
+                first=first,
+                states=bytes(self._states[first:]),
+                block_tokens=self.block_tokens,
+                prompt_tokens=self._prompt_tokens,
+                limit=self.limit,
+                end_blocks=self.end_blocks,
+                end_wanted=self._end_states.count(BlockState.WANTED),
+            )
+        return self._view
 
     @property
     def block_count(self) -> int:
@@ -427,12 +431,15 @@ class Meet:
     @property
     def pending(self) -> bool:
         """Whether a block right of the front is still to come or to be attached."""
-        first = self._block_of(self.front)
-        return any(
-            self._states.find(state, first) >= 0 for state in (BlockState.WANTED, BlockState.LANDED)
-        )
+        states = self.view().states
+        return BlockState.WANTED in states or BlockState.LANDED in states
+
+    def _move_front(self, front: int) -> None:
+        self.front = front
+        self._view = None
 
     def _set_target(self, target: int) -> None:
+        self._view = None
         self._target = target
         self._end_states = bytearray([BlockState.WANTED] * self.end_blocks if target else [])
 
@@ -469,6 +476,7 @@ class Meet:
 
     def _apply(self, block: int, event: Event) -> BlockState:
         state = TRANSITIONS[self.state(block), event]
+        self._view = None
         if block < self.block_count:
             self._states[block] = state
         elif block in self.end_indices:

@@ -28,6 +28,7 @@ Waits and short steps trust predictions of loads. All of them together make a pr
 step later than computing alone would (`patience_s`), whatever the store does.
 """
 
+import functools
 import math
 import re
 from bisect import bisect_left, bisect_right
@@ -541,6 +542,7 @@ def should_load(
     return not _computing_wins(outlook, progress)
 
 
+@functools.lru_cache(maxsize=1024)  # asked of every prompt that waits, in each step
 def device_work(view: View, load_from: int | None) -> StepWork:
     """The work of a prompt if stored blocks from `load_from` on are loaded; None: no block is."""
     work, start = StepWork(), view.front

@@ -29,7 +29,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -54,8 +53,7 @@ ROUND_TOKENS = 4096
 SortKey = tuple[int, int, float, bool, int]
 
 
-@dataclass(frozen=True, slots=True)
-class QueueEntry:
+class QueueEntry(NamedTuple):
     """A waiting prompt.
 
     Attributes:
@@ -231,7 +229,7 @@ def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
     """The entries, of which those whose prefill is due have the first level of all. SGLang does not
     interrupt a prefill for a prompt of a higher priority that comes later."""
     first = min((each.level for each in entries), default=0)
-    return [replace(each, level=first) if each.prefill_due else each for each in entries]
+    return [each._replace(level=first) if each.prefill_due else each for each in entries]
 
 
 def _key(entry: QueueEntry, waited_s: float, arrival: int) -> SortKey:

@@ -469,10 +469,10 @@ class SimulatedServer:
         )
         if entry.remaining_s is None:
             compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
-            entry = replace(entry, compute_s=compute_s)
+            entry = entry._replace(compute_s=compute_s)
         elif self._mode == "auto":
-            entry = replace(entry, slack_s=self._fcfs.slack_s(live, entry.compute_s))
-        return replace(entry, arrival=live.arrival)
+            entry = entry._replace(slack_s=self._fcfs.slack_s(live, entry.compute_s))
+        return entry._replace(arrival=live.arrival)
 
     def _feed(self) -> None:
         """Every idle link begins the most urgent block that no other link brings sooner."""

@@ -29,7 +29,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.metrics import Metrics
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import rank_consensus
-from sglang_cake.integration.scheduler.coordinator import NEAR, RECONSIDERED
+from sglang_cake.integration.scheduler.coordinator import NEAR, RECONSIDER_S, RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
@@ -427,8 +427,8 @@ def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
     assert not auto.coordinator.loading(req)
 
 
-def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
-    auto: CoordinatorHarness,
+def test_coordinator_poll_judges_more_waiting_prompts_after_a_longer_step(
+    stopped_clock: Any, auto: CoordinatorHarness
 ) -> None:
     reqs = [req_of(4.5, str(i)) for i in range(3 * RECONSIDERED)]
     auto.fill(reqs[0].origin_input_ids, set(range(4)))
@@ -437,10 +437,17 @@ def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
     rids = [req.rid for req in reqs]
     auto.coordinator.poll(rids)
     asked = auto.step_costs.judged
-    asked.clear()
-    for poll in range(1, 4):
+    counts = []
+    for step_s in 0.0, 1.1 * RECONSIDER_S, 2.1 * RECONSIDER_S, 0.1:
+        asked.clear()
+        stopped_clock.now_s += step_s
         auto.coordinator.poll(rids)
-        assert len(asked) == poll * RECONSIDERED
+        counts.append(len(asked))
+    assert counts == [1, 1, 2, RECONSIDERED]
+    asked.clear()
+    for _ in range(3):
+        stopped_clock.now_s += RECONSIDERED * RECONSIDER_S
+        auto.coordinator.poll(rids)
     assert sorted(asked) == sorted(rids)
 
 

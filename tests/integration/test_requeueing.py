@@ -21,7 +21,12 @@ from sglang.srt.managers.scheduler import Scheduler as SchedulerOfSGLang
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.request.request_metadata import most_slots
 from sglang_cake.integration.scheduler import queue_order, scheduler_hooks
-from sglang_cake.integration.scheduler.coordinator import NEAR, Coordinator
+from sglang_cake.integration.scheduler.coordinator import (
+    NEAR,
+    RECONSIDER_S,
+    RECONSIDERED,
+    Coordinator,
+)
 from sglang_cake.integration.scheduler.rank_consensus import SharedCosts
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.planner import Outlook, StepPlan
@@ -1355,7 +1360,7 @@ def test_waiting_request_without_memory_to_its_end_is_not_shared(
 
 
 def test_step_plans_a_few_of_the_prompts_that_wait_and_all_of_them_in_turn(
-    admissions: Make, monkeypatch: pytest.MonkeyPatch
+    stopped_clock: Any, admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
     monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
@@ -1371,6 +1376,7 @@ def test_step_plans_a_few_of_the_prompts_that_wait_and_all_of_them_in_turn(
 
     def planned() -> list[int]:
         """The places in the queue of those that are planned in the next step."""
+        stopped_clock.now_s += RECONSIDERED * RECONSIDER_S
         coordinator.poll([req.rid for req in reqs])
         adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64)
         results = [adder.add_one_req(req, False, None) for req in reqs]

@@ -1,7 +1,6 @@
 """Who goes first."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,9 +71,9 @@ def test_priority_loads_of_later_prompts_count_against_the_slack_too() -> None:
     stored = QueueEntry("s", 9.0, 5.0, slack_s=5.0, arrival=1)
     others = [QueueEntry(str(n), 2.0, 5.0, arrival=n) for n in (2, 3, 4)]
     assert names(*others, stored) == "23s4"
-    assert names(*others, replace(stored, slack_s=6.0)) == "234s"
-    assert names(*others, replace(stored, slack_s=-1.0)) == "s234"
-    assert names(*others, replace(stored, slack_s=-1.0, tenant_round=1)) == "234s"
+    assert names(*others, stored._replace(slack_s=6.0)) == "234s"
+    assert names(*others, stored._replace(slack_s=-1.0)) == "s234"
+    assert names(*others, stored._replace(slack_s=-1.0, tenant_round=1)) == "234s"
 
 
 def test_priority_computed_prompts_keep_their_given_order() -> None:
@@ -94,11 +93,11 @@ def test_priority_due_prefill_keeps_its_place_against_higher_priorities() -> Non
     urgent = [QueueEntry("u", None, 7.0), QueueEntry("v", 3.0, 9.0)]
     below = QueueEntry("b", None, 10.0, level=1)
     assert names(*urgent, below, loading, had) == "hulvb"
-    assert names(*urgent, below, replace(loading, prefill_due=False), had) == "huvbl"
-    assert not preempts(replace(urgent[0], yielded=True), had)
-    assert preempts(replace(urgent[0], yielded=True), replace(had, prefill_due=False))
+    assert names(*urgent, below, loading._replace(prefill_due=False), had) == "huvbl"
+    assert not preempts(urgent[0]._replace(yielded=True), had)
+    assert preempts(urgent[0]._replace(yielded=True), had._replace(prefill_due=False))
     assert preempts(urgent[0], loading)
-    assert names(replace(urgent[0], waited_s=9.0), had) == "hu"  # they came between two polls
+    assert names(urgent[0]._replace(waited_s=9.0), had) == "hu"  # they came between two polls
 
 
 def is_possible(entry: QueueEntry) -> bool:
@@ -111,8 +110,7 @@ def is_possible(entry: QueueEntry) -> bool:
 
 
 claimants = st.builds(
-    QueueEntry,
-    rid=st.just("x"),
+    lambda **fields: QueueEntry("x", **fields),
     remaining_s=st.none() | st.floats(0, 100),
     waited_s=st.floats(0, 1000),
     stalled=st.booleans(),
@@ -186,7 +184,7 @@ def test_priority_prompt_with_stalled_loads_is_served_as_if_it_were_not_stored()
     )
     assert names(before, short, late, after) == "bsta"
     assert preempts(late, after)
-    assert not preempts(before, replace(late, waited_s=7.0))
+    assert not preempts(before, late._replace(waited_s=7.0))
     assert not preempts(short, late)
 
 
@@ -215,8 +213,8 @@ def test_preemption_of_loading_and_computed_prompts_follows_the_order() -> None:
     assert preempts(old, plain)
     assert not preempts(done, done)
     # Tenants: no interrupted prompt is interrupted back.
-    assert not preempts(replace(other, tenant_round=0), replace(plain, tenant_round=1))
-    assert not preempts(replace(done, tenant_round=1), plain)
+    assert not preempts(other._replace(tenant_round=0), plain._replace(tenant_round=1))
+    assert not preempts(done._replace(tenant_round=1), plain)
 
 
 def test_priority_prompt_whose_loads_are_over_passes_none_of_its_age_unless_it_is_nearly_done() -> (
@@ -226,7 +224,7 @@ def test_priority_prompt_whose_loads_are_over_passes_none_of_its_age_unless_it_i
     be left to compute."""
     stored, short = QueueEntry("s", None, 5.0, loads_over=True), QueueEntry("a", None, 5.0)
     assert names(short, stored) == "as"
-    assert names(short, replace(stored, nearly_done=True)) == "sa"
+    assert names(short, stored._replace(nearly_done=True)) == "sa"
 
 
 def test_priority_prompt_whose_loads_are_over_goes_before_those_that_passed_it() -> None:
@@ -238,7 +236,7 @@ def test_priority_prompt_whose_loads_are_over_goes_before_those_that_passed_it()
     assert not preempts(stored, earlier)
     assert not preempts(later, stored)
     assert not preempts(stored, stored)
-    assert not preempts(replace(stored, tenant_round=0), replace(later, tenant_round=1))
+    assert not preempts(stored._replace(tenant_round=0), later._replace(tenant_round=1))
 
 
 def test_preemption_by_higher_priority_interrupts_only_loading_prompts() -> None:
@@ -256,8 +254,7 @@ def test_preemption_by_higher_priority_interrupts_only_loading_prompts() -> None
 
 
 possible = st.builds(
-    QueueEntry,
-    rid=st.just("x"),
+    lambda **fields: QueueEntry("x", **fields),
     remaining_s=st.none() | st.floats(0, 100),
     waited_s=st.floats(0, 1000),
     stalled=st.booleans(),

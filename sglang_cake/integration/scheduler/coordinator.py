@@ -58,8 +58,10 @@ logger = logging.getLogger("sglang_cake")
 # them costs tens of microseconds a step. SGLang does not match prefixes for its order in a queue of
 # more than 128.
 NEAR = 128
-# For so many waiting requests, each poll decides again whether to load: each costs a prediction.
+# Polls decide again whether to load waiting requests: one for each RECONSIDER_S since the poll
+# before, at most RECONSIDERED. Each costs one prediction or two, and many steps are short.
 RECONSIDERED = 8
+RECONSIDER_S = 0.005
 # Only the first so many prompts that the link serves shorten steps of others.
 PASSED = 8
 # After an eviction, only the first so many waiting requests are looked for in the tree: each costs
@@ -195,7 +197,8 @@ class Coordinator:
         # last poll still count.
         self._ahead: StepWork | None = None
         self._step = _Step()
-        self._reconsidered = 0  # how many waiting requests were asked again so far
+        self._reconsidered = 0  # how many waiting requests were decided on again so far
+        self._reconsidered_s = -math.inf  # when, on the ranks' shared clock
         self.step_costs = step_costs
         self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
         self.store_detached = False
@@ -824,8 +827,7 @@ class Coordinator:
             tenant = record.facts.tenant if record else tenant_of(req)
             tenant_round = self._tenants.round_of(tenant)
         arrived = record or prompt
-        return replace(
-            entry,
+        return entry._replace(
             compute_s=compute_s,
             slack_s=slack_s,
             tenant_round=tenant_round,
@@ -930,6 +932,7 @@ class Coordinator:
         self._fcfs.clear()
         self._step = _Step()
         self._reconsidered = 0
+        self._reconsidered_s = -math.inf
         self.prompt_loads.late_lookup_s = -math.inf
 
     def _agree(
@@ -968,8 +971,11 @@ class Coordinator:
         ]
         start = self._reconsidered % max(1, len(waiting))
         rotated = waiting[start:] + waiting[:start]
-        chosen = {record.rid for record in [*found, *rotated[:RECONSIDERED]]}
-        self._reconsidered += RECONSIDERED
+        now_s = self.prompt_loads.now_s
+        count = round(min((now_s - self._reconsidered_s) / RECONSIDER_S, RECONSIDERED)) or 1
+        chosen = {record.rid for record in [*found, *rotated[:count]]}
+        self._reconsidered += count
+        self._reconsidered_s = now_s
         before: list[tuple[PromptRecord | None, StepWork]] = []
         ahead = StepWork()  # the sum of `before`
 
