@@ -30,10 +30,10 @@ from sglang_cake.simulator.eviction_replay import SHAPES
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.policy import AccessContext
 from sglang_cake.stores.eviction.reuse_policies import ReusePolicy
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
-from sglang_cake.stores.file.settings import FolderSettings
 
 
 def replay_cells(traces: list[str], capacities: list[int]) -> Iterator[Cell]:

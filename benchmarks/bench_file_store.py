@@ -31,10 +31,9 @@ from benchmarks.file_arms import (
 )
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.file.block_files import FolderSettings, block_names
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.paths import block_names
-from sglang_cake.stores.file.settings import FolderSettings
 
 MIB = 1 << 20
 FIO = ("fio, page cache", "fio, direct")

@@ -27,9 +27,8 @@ from benchmarks.command_line import fill, parser_of
 from benchmarks.stats import spread
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core.buffers import on_page
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 
 SLICES = (1, 2, 4, 8)

@@ -37,9 +37,8 @@ from benchmarks import facts, http_arms
 from benchmarks.command_line import parser_of
 from benchmarks.stats import paired_ratio, spread, whole_numbers
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.http_store import HttpSource, HttpStore

@@ -25,11 +25,10 @@ from typing import Any
 from benchmarks import documents
 from benchmarks.facts import RESULTS, ROOT, header, write
 from benchmarks.stats import spread
-from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.threads import DaemonPool, IoThread, run_stoppable
 from sglang_cake.simulator.machine import Clock
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.http.http_transport import Endpoint, HttpTransport
-from sglang_cake.stores.threads import DaemonPool, run_stoppable
 
 CALLS = 2000  # that are timed together
 OWN = "own"

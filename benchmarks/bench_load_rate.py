@@ -31,7 +31,7 @@ from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.named_stores import blocks_in, one_store, readable
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.host_memory import HostArena
+from sglang_cake.core.buffers import HostArena
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.demo.event_trace import TRACE_ENV, read_event_trace
 from sglang_cake.simulator.shapes import kv_token_bytes

@@ -59,21 +59,18 @@ from benchmarks.file_arms import frame_of
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
-from sglang_cake.core.buffers import BufferPool, copy_in_pieces, on_page
+from sglang_cake.core.buffers import BufferPool, HostArena, copy_in_pieces, on_page
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.host_memory import HostArena
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed
+from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.threads import IoThread
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
 from sglang_cake.simulator.shapes import kv_token_bytes
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import Store, WrapperStore
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.codec_contract import kv_like
 
 HICACHE = tuple(f"hicache-{policy}" for policy in POLICIES)

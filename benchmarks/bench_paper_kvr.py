@@ -28,7 +28,7 @@ from benchmarks.chain_model import (
     traffic_tokens,
     with_loader,
 )
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.grid_search import Searched, grid_search
 from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.partition_table import PartitionTable

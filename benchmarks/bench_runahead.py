@@ -41,7 +41,7 @@ from benchmarks.command_line import fill, parser_of
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
 from sglang_cake.runahead.grid_search import grid_search
 from sglang_cake.runahead.partition import Partition, even

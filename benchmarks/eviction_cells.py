@@ -17,8 +17,7 @@ from sglang_cake.simulator.eviction_replay import (
 )
 from sglang_cake.simulator.request_traces import Trace, read_trace
 from sglang_cake.stores.eviction import new_policy
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.policy import Benefit, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse_model import RequestClass
 from sglang_cake.stores.eviction.reuse_policies import (
     PREFIX_BENEFIT_EXPONENT,

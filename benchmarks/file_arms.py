@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 
 

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from sglang_cake.core.host_memory import BufferCounts
-from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.core.buffers import BufferCounts
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.step_costs import StepCosts, StepTimer
@@ -29,7 +29,6 @@ from sglang_cake.testing.virtual_gpu import (
     VirtualKV,
     VirtualScheduler,
 )
-from sglang_cake.writeback.block_writer import Writer
 
 WRITE_QUEUE_BYTES = 2**28
 PIN_S = 5e-3  # to pin one buffer: an estimate of the review

@@ -7,7 +7,7 @@ from benchmarks import facts
 from benchmarks.chain_model import ChainLink, Worker, run_chain
 from benchmarks.paper.pictures import GREY, draw
 from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.partition import Partition, balanced, even
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockMissing, StoreError
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, Store, StoreStats
-from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.stores.base import BlockInfo, Store, StoreStats, WrapperStore
 
 
 class SlowStore(WrapperStore):

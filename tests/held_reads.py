@@ -6,8 +6,8 @@ from typing import Any
 
 from faulty_stores import FaultyStore, SlowStore
 
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.threads import IoThread
 from sglang_cake.testing.memory_store import MemoryStore
 
 PATIENCE_S = 60.0

@@ -45,7 +45,7 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
 from sglang_cake.core.buffers import Buffer, on_page
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates

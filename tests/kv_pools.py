@@ -39,7 +39,7 @@ from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import Meet
-from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.base import RequestFacts
 
 since_0_5_23 = pytest.mark.skipif(compat.INSTALLED == "0.5.22", reason="from SGLang 0.5.23 on")
 SEED = KeySeed(Digest(b"n" * 32))

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import DESCRIPTION
-from sglang_cake.stores.file.paths import CORRUPT, block_names
+from sglang_cake.core.keys import DESCRIPTION, BlockKey, Digest
+from sglang_cake.stores.file.block_files import CORRUPT, block_names
 
 
 @dataclass(frozen=True, slots=True)

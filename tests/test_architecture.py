@@ -11,13 +11,12 @@ import sglang_cake
 
 ROOT = Path(sglang_cake.__file__).parent
 FILES = sorted(p for p in ROOT.rglob("*.py") if "_patches" not in p.parts)
-SHARED = {"core", "codecs", "stores", "config", "loading", "writeback", "simulator", "runahead"}
+SHARED = {"core", "codecs", "stores", "config", "loading", "simulator", "runahead"}
 MAY_IMPORT = {
     "core": {"core"},
     "codecs": {"core", "codecs"},
     "stores": {"core", "codecs", "stores"},
     "loading": {"core", "codecs", "stores", "loading"},
-    "writeback": {"core", "codecs", "stores", "writeback"},
     "config": {"core", "codecs", "stores", "config"},
     "runahead": {"core", "config", "loading", "runahead"},
     "simulator": {"core", "loading", "stores", "simulator"},

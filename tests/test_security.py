@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import sglang_cake
 from sglang_cake.core.errors import BlockCorrupt
-from sglang_cake.core.keys import KeySeed, block_keys
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import KeySeed, Namespace, block_keys
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 

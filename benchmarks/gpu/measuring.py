@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.stand_ins import PoolForm
-from sglang_cake.core.buffers import Buffer, BufferPool
-from sglang_cake.core.host_memory import HostArena
+from sglang_cake.core.buffers import Buffer, BufferPool, HostArena
 from sglang_cake.integration.memory.host_pools import pin
 
 GB = 1e9

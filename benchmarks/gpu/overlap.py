@@ -24,11 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from benchmarks.gpu.measuring import GB, Finding, Size, no_waiting
 from benchmarks.gpu.stand_ins import SlotAllocator, make_pool
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.buffers import BufferPool, TellBytes
+from sglang_cake.core.buffers import BufferPool, TellBytes, available_bytes
 from sglang_cake.core.errors import BlockMissing
-from sglang_cake.core.host_memory import available_bytes
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.threads import DaemonPool, IoThread, run_stoppable
 from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.host_pools import host_pools
 from sglang_cake.integration.memory.kv_pool import CudaKV
@@ -37,7 +36,6 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.simulator.ideal_ttft import Ideal, ideal_meet
-from sglang_cake.stores.threads import DaemonPool, run_stoppable
 from sglang_cake.testing.scheduler_loop import LoopRequest, PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_gpu import VirtualStore
 

@@ -30,13 +30,13 @@ from sglang_cake.cli.patch import PatchState, find_installation, plan_of
 from sglang_cake.cli.store_bench import measure_size
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text
 from sglang_cake.config import CakeConfig
+from sglang_cake.core.buffers import available_bytes, buffer_counts, mib
 from sglang_cake.core.errors import ConfigError, PatchError, StoreError
-from sglang_cake.core.host_memory import available_bytes, buffer_counts, mib
+from sglang_cake.core.threads import run_in_own_thread
 from sglang_cake.simulator.hardware import GPUS
 from sglang_cake.simulator.shapes import Shape, find_shape
 from sglang_cake.stores.file.disk import free_bytes
 from sglang_cake.stores.open_store import depths_of, parse_sources
-from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import redacted, split_urls
 
 if TYPE_CHECKING:

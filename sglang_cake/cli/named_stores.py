@@ -17,16 +17,15 @@ from typing import Any, TypeVar
 from sglang_cake.codecs import frame as frames
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.core.keys import Digest
+from sglang_cake.core.keys import Digest, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.threads import run_in_own_thread
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
 from sglang_cake.stores.encrypted import EncryptedSource
 from sglang_cake.stores.file.disk import FOLDER_BYTES, free_bytes
 from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.url import redacted, split_urls
 

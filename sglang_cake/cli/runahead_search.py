@@ -29,8 +29,8 @@ import msgspec
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core import untrusted
 from sglang_cake.core.errors import ConfigError, RunaheadError
+from sglang_cake.core.keys import Span
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.grid_search import Searched, grid_search
 from sglang_cake.runahead.partition import PARAMETER, Partition, even

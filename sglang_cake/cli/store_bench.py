@@ -32,13 +32,12 @@ from sglang_cake.cli.named_stores import (
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreError, StoreFull
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import LABEL, BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import LABEL, Namespace
+from sglang_cake.core.threads import run_in_own_thread
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.stores.base import Store, StoreStats
-from sglang_cake.stores.file.paths import block_names
-from sglang_cake.stores.threads import run_in_own_thread
+from sglang_cake.stores.file.block_files import block_names
 from sglang_cake.stores.url import parse_size
 
 DEFAULT_SIZES = "256KiB,1MiB,4MiB,16MiB"

@@ -32,9 +32,9 @@ from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest
+from sglang_cake.core.threads import run_in_own_thread
 from sglang_cake.stores.base import BlockInfo
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import parse_size
 
 MAX_CORRUPT_NAMED = 100  # keys in a report

@@ -24,8 +24,7 @@ from sglang_cake.cli.named_stores import (
 from sglang_cake.cli.text_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.codec_names import CHOICES, RAW, own_names
-from sglang_cake.core.keys import Digest
-from sglang_cake.core.namespace import LABEL
+from sglang_cake.core.keys import LABEL, Digest
 from sglang_cake.stores.base import StoredNamespace, StoreLayer
 from sglang_cake.stores.file.disk import free_bytes
 from sglang_cake.stores.open_store import describe_store, parse_sources

@@ -15,9 +15,8 @@ import xxhash
 from sglang_cake.core.buffers import TellBytes, is_on_page, on_page
 from sglang_cake.core.codec_names import RAW, codec_in
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
-from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.keys import BlockKey, Digest, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 
 HEADER_BYTES = 4096
 MAGIC = b"CAKEKV\0\1"

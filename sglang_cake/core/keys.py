@@ -1,4 +1,5 @@
-"""Block keys: a SHA-256 chain over blocks of tokens, seeded with the namespace.
+"""Spans of tokens, the namespace, and block keys: a SHA-256 chain over blocks of tokens, seeded
+with the namespace.
 
 Equal keys mean equal KV: a key covers the namespace digest, the request's `extra_key` and
 `cache_salt`, the content of its LoRA adapter, and every token from the start of the prompt to the
@@ -12,9 +13,26 @@ layers the next tokens: the first layer is given the token after the one whose K
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `stop - 1` of a prompt."""
+
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the span covers."""
+        return self.stop - self.start
+
+    def blocks(self, block_tokens: int) -> range:
+        """The blocks that the span touches."""
+        return range(self.start // block_tokens, -(-self.stop // block_tokens))
+
 
 BlockKey = NewType("BlockKey", bytes)  # 32 bytes
 Digest = NewType("Digest", bytes)  # 32 bytes
@@ -216,3 +234,62 @@ class KeyChain:
         return block_keys(
             self._seed, tokens, self._block_tokens, known, self.media, self.next_tokens
         )
+
+
+LABEL = "name"  # of the model, for people: equal weights with two names share one namespace
+DESCRIPTION = "namespace.json"  # in a store: the name of what describes a namespace
+MAX_DESCRIPTION_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """All facts that the meaning of stored KV bytes depends on; their order is part of the digest.
+
+    The digest of a process's namespace seeds its keys. The digest of the stored namespace, which
+    may have a group of heads or the name of an encryption key as a further field, stands in every
+    block header. So a change of any fact but the label (model weights, dtype, shard, block size,
+    ...) makes a new namespace. There is no other invalidation: stored bytes are never
+    reinterpreted. The caller that opens a store names the facts.
+    """
+
+    fields: tuple[tuple[str, str], ...]  # (name, value); names are unique
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if a name occurs twice, since `describe` would drop one of them."""
+        names = [name for name, _ in self.fields]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a namespace names each field once, got {names}")
+
+    def digest(self) -> Digest:
+        """32 bytes: SHA-256 over the version, then every name and value with its length, without
+        the label."""
+        hashed = hashlib.sha256(b"sglang_cake namespace v2")
+        for name, value in self.fields:
+            if name != LABEL:
+                hashed.update(sized(name) + sized(value))
+        return Digest(hashed.digest())
+
+    def describe(self) -> dict[str, str]:
+        """The fields in order, as in `namespace.json`."""
+        return dict(self.fields)
+
+
+def digest_of(fields: Mapping[str, str]) -> Digest:
+    """Digest of the namespace that a description describes."""
+    return Namespace(tuple(fields.items())).digest()
+
+
+def read_fields(raw: bytes) -> dict[str, str] | None:
+    """The fields in a description, which is not trusted; None if it is malformed.
+
+    All names and values are text that can be encoded, so without surrogates.
+    """
+    # The copies of a GPU are checked without this library (`make gpu-check`).
+    from msgspec.json import Decoder
+
+    from sglang_cake.core import untrusted
+
+    try:
+        return untrusted.decode(Decoder(dict[str, str]), raw)
+    except ValueError:
+        return None

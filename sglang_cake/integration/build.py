@@ -21,15 +21,14 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_cake.config import CakeConfig
+from sglang_cake.core.buffers import HostArena, available_bytes
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
-from sglang_cake.core.host_memory import HostArena, available_bytes
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import Digest
+from sglang_cake.core.keys import Digest, Namespace
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.threads import IoThread
 from sglang_cake.integration import flags
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.compat import reduce_min
@@ -41,7 +40,7 @@ from sglang_cake.integration.identity.identity import (
     rope_theta,
     server_fields,
 )
-from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import PATIENCE_S, CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
@@ -80,7 +79,6 @@ from sglang_cake.stores.encoded import may_lose
 from sglang_cake.stores.open_store import depths_of, open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RequestTraceFile
 from sglang_cake.stores.url import redacted
-from sglang_cake.writeback.block_writer import Writer
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

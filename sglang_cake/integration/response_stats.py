@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.boundary import register
 from sglang_cake.integration.compat import has_split_cached_tokens, is_hooked
 from sglang_cake.stores.url import split_urls

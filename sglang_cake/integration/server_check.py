@@ -18,8 +18,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from sglang_cake.config import CakeConfig
+from sglang_cake.core.buffers import HostArena
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration import flags
 from sglang_cake.integration.identity.identity import ModelSource
 from sglang_cake.integration.memory.host_pools import pin

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import SharedCosts
 from sglang_cake.loading.cost_model import (

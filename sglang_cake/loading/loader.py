@@ -21,8 +21,8 @@ from functools import partial
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import FAILURE_REASONS, LATE, Counters
 from sglang_cake.core.errors import StoreError
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
+from sglang_cake.core.threads import IoThread
 from sglang_cake.loading.cost_model import (
     LEAST_LIMIT_S,
     MOST_TIERS,
@@ -31,9 +31,8 @@ from sglang_cake.loading.cost_model import (
     TierLoads,
 )
 from sglang_cake.loading.meet import best_run, end_indices, possible_runs
-from sglang_cake.stores.base import Store, read_until_s
+from sglang_cake.stores.base import RequestFacts, Store, read_until_s
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
-from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 
 
 class BlockState(IntEnum):

@@ -39,7 +39,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.loading.cost_model import (
     NO_TIER,
     LoadCost,

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Mode, Outlook
 

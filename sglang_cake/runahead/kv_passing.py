@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.messages import MAX_PART_BYTES, LayerPart
 
 logger = logging.getLogger("sglang_cake")

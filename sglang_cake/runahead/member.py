@@ -27,7 +27,7 @@ from typing import Any, Final, Literal
 
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.kv_passing import (
     KvPassing,
     KvReceiver,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 
 StepSeconds = Callable[[int, int], float]
 # A field of `sampling_params.custom_params`, for searches and benchmarks: "alone"; "closed" or

@@ -12,9 +12,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from sglang_cake.core import untrusted
-from sglang_cake.core.keys import Digest
+from sglang_cake.core.keys import Digest, Span
 from sglang_cake.core.local_files import atomic_write
-from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, scaled
 
 _MAX_FILE_BYTES = 2**20

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
-from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import RankedPolicy
-from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
+from sglang_cake.stores.eviction.policy import AccessContext, Benefit, EvictionPolicy, Usage, admits
 from sglang_cake.stores.reported_accesses import ConversationTracker, KnownPrompt
 
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (

@@ -17,12 +17,11 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import LentBlock, Store
+from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.stores.base import LentBlock, Store, WrapperStore, count_read, count_written
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.stores.wrapper_store import WrapperStore, count_read, count_written
 
 MAX_THREADS = 4  # for decoding; encoding has a thread of its own, so that no load waits for a write
 

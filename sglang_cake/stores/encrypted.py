@@ -23,20 +23,19 @@ from sglang_cake.codecs.frame import (
 )
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
-from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import Namespace, digest_of
+from sglang_cake.core.keys import BlockKey, Digest, Namespace, digest_of
 from sglang_cake.core.secret_file import read_key
+from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.base import (
     Store,
     StoredNamespace,
     StoreLayer,
     StoreSource,
+    WrapperStore,
     depth_of,
     describe,
 )
 from sglang_cake.stores.corrupt_reports import CorruptReports
-from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
-from sglang_cake.stores.wrapper_store import WrapperStore
 
 # One thread encrypts some GB/s where the CPU has AES instructions. The second thread is for the
 # writer, so that a read does not wait for a write.

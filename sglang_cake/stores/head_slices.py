@@ -14,9 +14,15 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.stores.base import (
+    BlockInfo,
+    EvictionCounts,
+    RequestFacts,
+    Store,
+    StoreStats,
+    TierStats,
+)
 
 T = TypeVar("T")
 MAX_THREADS = 4  # that copy between blocks and slices

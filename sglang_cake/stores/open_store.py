@@ -23,13 +23,21 @@ from importlib.metadata import entry_points
 from typing import Final
 
 from sglang_cake.codecs.frame import BlockFrame, encoded_frame
+from sglang_cake.core.buffers import Pin
 from sglang_cake.core.codec_names import AUTO, RAW
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import one_line
-from sglang_cake.core.host_memory import Pin
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, StoreLayer, StoreSource, depth_of, describe
+from sglang_cake.stores.base import (
+    CountedStore,
+    LazyStore,
+    Store,
+    StoreLayer,
+    StoreSource,
+    depth_of,
+    describe,
+)
 from sglang_cake.stores.encoded import Encode, EncodedStore, chains_of, decode_threads
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
@@ -46,7 +54,6 @@ from sglang_cake.stores.url import (
     parse_bandwidth,
     split_urls,
 )
-from sglang_cake.stores.wrapper_store import CountedStore, LazyStore
 
 ENTRY_POINTS: Final = "sglang_cake.stores"
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction.policy import (
     UNKNOWN_CONTEXT,
     UNKNOWN_TENANT,
     AccessContext,
+    Benefit,
     ident_of,
 )
-from sglang_cake.stores.request_facts import RequestFacts
 
 MOST_REQUESTS = 4096
 MOST_NAMESPACES = 128  # of one request

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import LentBlock, Store
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.stores.base import LentBlock, RequestFacts, Store, WrapperStore
 
 logger = logging.getLogger(__name__)
 MOST_REQUESTS = 4096  # requests whose later reports are recognised

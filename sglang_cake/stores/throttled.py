@@ -10,16 +10,16 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.threads import wait_uncancelled
 from sglang_cake.stores.base import (
     Store,
     StoredNamespace,
     StoreLayer,
     StoreSource,
+    WrapperStore,
     depth_of,
     describe,
 )
-from sglang_cake.stores.threads import wait_uncancelled
-from sglang_cake.stores.wrapper_store import WrapperStore
 
 # Progress is reported in pieces of LEAST_PIECE_BYTES, or of the bytes of PIECE_S if that is more.
 LEAST_PIECE_BYTES = 1 << 16

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
+from sglang_cake.core.buffers import Pin
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import Pin
 
 Value = TypeVar("Value")
 DEFAULT_POLICY = "cake-prefix"

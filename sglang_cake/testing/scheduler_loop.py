@@ -21,7 +21,7 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
-from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.request_keys import RequestKeys
@@ -34,7 +34,6 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work
 from sglang_cake.loading.loader import Loader
 from sglang_cake.loading.priority import order
 from sglang_cake.stores.base import USUAL_DEPTH
-from sglang_cake.writeback.block_writer import Writer
 
 NAMESPACE = Digest(b"n" * 32)
 POLL_S = 0.0005  # the least pause while only loads are awaited

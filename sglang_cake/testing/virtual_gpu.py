@@ -28,9 +28,8 @@ from typing import Any
 import torch
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
+from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, buffer_counts
 from sglang_cake.core.errors import BlockMissing
-from sglang_cake.core.host_memory import buffer_counts
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.copier import Copier

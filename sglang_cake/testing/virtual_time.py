@@ -12,7 +12,7 @@ from unittest import mock
 
 Result = TypeVar("Result")
 # Modules of these packages take their time from the virtual clock.
-_PACKAGES = ("sglang_cake.integration.", "sglang_cake.loading.", "sglang_cake.writeback.")
+_PACKAGES = ("sglang_cake.integration.", "sglang_cake.loading.")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -25,9 +25,8 @@ from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import Forms, is_raw
 from sglang_cake.core.codec_names import CODECS, LOSSLESS, namespace_value
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.testing.codec_contract import as_bytes, kv_like

@@ -32,16 +32,14 @@ from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
 from sglang_cake.core.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import RequestFacts, Store
 from sglang_cake.stores.encoded import EncodedStore, may_lose
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.memory_store import MemoryStore

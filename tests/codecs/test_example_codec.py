@@ -17,7 +17,7 @@ from sglang_cake.config import resolve
 from sglang_cake.core.codec_names import own_names
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.testing.codec_contract import SMOOTH, CodecContract, kv_like
 from sglang_cake.testing.store_contract import key_of

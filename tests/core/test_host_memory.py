@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from system_calls import is_mapped
 
-from sglang_cake.core.buffers import PAGE_BYTES, BufferPool, is_on_page
-from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import (
+from sglang_cake.core.buffers import (
     COPIED_BLOCKS,
+    PAGE_BYTES,
     BufferCounts,
+    BufferPool,
     HostArena,
     available_bytes,
     buffer_counts,
+    is_on_page,
 )
+from sglang_cake.core.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
 SIZES = st.lists(st.integers(1, 3 * PAGE_BYTES), min_size=1, max_size=20)

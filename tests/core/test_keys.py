@@ -9,8 +9,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_cake.core.keys import KeyChain, KeySeed, Media, MediaItem, block_keys, end_keys
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import (
+    KeyChain,
+    KeySeed,
+    Media,
+    MediaItem,
+    Namespace,
+    block_keys,
+    end_keys,
+)
 
 NAMESPACE = Namespace((("model", "m"),)).digest()
 SEED = KeySeed(NAMESPACE)

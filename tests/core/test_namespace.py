@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 
 FIELDS = st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=4).map(
     lambda fields: tuple(fields.items())

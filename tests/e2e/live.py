@@ -18,12 +18,11 @@ from namespace_folder import NamespaceFolder
 from polling import until
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum
-from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys, end_keys
+from sglang_cake.core.keys import BlockKey, Digest, KeySeed, Namespace, block_keys, end_keys
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import SglangServer
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.settings import FolderSettings
 
 BLOCK = 64
 CHUNK = 256

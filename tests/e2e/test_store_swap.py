@@ -23,8 +23,8 @@ from live import (
 from polling import until
 
 from sglang_cake.simulator.request_traces import read_trace
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.settings import FolderSettings
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from sglang_cake.simulator.eviction_replay import (
 )
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction import POLICIES, new_policy
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import AccessContext, Usage, admits
+from sglang_cake.stores.eviction.policy import AccessContext, Benefit, Usage, admits
 from sglang_cake.stores.eviction.reuse_policies import WorkloadPolicy
 
 SIZE = 4  # tokens of a block

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.stores.eviction import POLICIES, classic, new_policy, queues
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import AccessContext, Usage
+from sglang_cake.stores.eviction.policy import AccessContext, Benefit, Usage
 from sglang_cake.stores.eviction.reuse_model import ReuseFit
 from sglang_cake.stores.eviction.reuse_policies import (
     LOG_BENEFIT_STEP,

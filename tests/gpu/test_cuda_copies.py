@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import encoded, exact, stand_ins  # noqa: E402
 from benchmarks.gpu.measuring import SMALL, Load, bytes_of, pinned  # noqa: E402
-from sglang_cake.core.host_memory import HostArena  # noqa: E402
+from sglang_cake.core.buffers import HostArena  # noqa: E402
 from sglang_cake.core.layout import BlockLayout  # noqa: E402
 from sglang_cake.integration.memory.host_pools import pin  # noqa: E402
 from sglang_cake.integration.memory.kv_pool import CudaKV  # noqa: E402

@@ -15,8 +15,7 @@ from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scram
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, Span, end_keys
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.request.prompt_record import PromptRecord

@@ -13,16 +13,15 @@ from kv_pools import as_bytes, buffers_for, buffers_of, mha, record_of, scramble
 
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
+from sglang_cake.core.threads import IoThread
 from sglang_cake.integration.build import CakeService
-from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 from sglang_cake.integration.memory.copier import Copier, CopyThread, Save
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.writeback.block_writer import Writer
 
 BLOCK, PATIENCE_S = 16, 60.0
 

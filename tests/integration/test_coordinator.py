@@ -37,8 +37,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import ROUND_TOKENS
-from sglang_cake.stores.base import LentBlock, Store
-from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.stores.base import LentBlock, Store, WrapperStore
 from sglang_cake.testing.virtual_time import virtual_time
 
 

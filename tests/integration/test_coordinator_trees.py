@@ -22,8 +22,7 @@ from kv_pools import buffers_for
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, end_keys
-from sglang_cake.integration.memory.block_saving import BlockSaving
-from sglang_cake.writeback.block_writer import Writer
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 
 KINDS: dict[str, Callable[[], HybridTree]] = {
     "window-state": partial(tree_of, "window-state"),

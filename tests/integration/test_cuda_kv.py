@@ -24,10 +24,10 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.threads import IoThread
 from sglang_cake.integration.build import device_kv
-from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.end_states import (
@@ -50,7 +50,6 @@ from sglang_cake.integration.memory.kv_pool import (
 )
 from sglang_cake.integration.overlap.layer_gate import CudaRows
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.writeback.block_writer import Writer
 
 BLOCK, SEEDS = 16, range(12)
 PLACE_BYTES = 4096  # of which a block takes several

@@ -20,9 +20,8 @@ from sglang_cake.codecs.pipeline import Chain, Raw, begin, split
 from sglang_cake.codecs.rope import InverseRope
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.codec_names import CODECS, ON_DEVICE, RAW
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.memory.device_decode import decode_payload
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.stores.open_store import open_blocks, parse_sources

@@ -23,7 +23,7 @@ from kv_pools import (
 )
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV

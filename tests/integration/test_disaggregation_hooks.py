@@ -18,8 +18,7 @@ from registered_hooks import Hooks, hooks_of
 from sglang.srt.lora.lora_registry import LoRARef
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Digest, Span
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots

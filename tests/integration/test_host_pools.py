@@ -13,9 +13,8 @@ from kv_pools import mha
 from system_calls import is_mapped
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.buffers import PAGE_BYTES
+from sglang_cake.core.buffers import PAGE_BYTES, HostArena
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.stores.base import StoreSource

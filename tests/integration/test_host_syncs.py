@@ -13,14 +13,13 @@ from kv_pools import Staging, allocator_of, as_bytes, buffers_for, buffers_of, m
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.token_span import Span
-from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.core.keys import Span
+from sglang_cake.core.threads import IoThread
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import CudaKV
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.writeback.block_writer import Writer
 
 BLOCK, BLOCKS, PATIENCE_S = 64, 12, 60.0
 # What waits for the device if it is given memory of it.

@@ -33,8 +33,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from transformers import dynamic_module_utils
 
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.identity import content, identity, weight_hooks
 from sglang_cake.integration.identity.content import MAX_CODE_FILES, Files, file_states
 from sglang_cake.integration.identity.identity import (

@@ -33,8 +33,7 @@ from kv_pools import (
 
 from sglang_cake.core.codec_names import namespace_value
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import AddReqResult
 from test_requeueing import ChunkedAdmission
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 

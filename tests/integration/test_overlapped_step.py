@@ -22,15 +22,14 @@ from kv_pools import as_bytes, buffers_of
 
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
-from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import BlockKey, Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap import overlapped_step
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.loading.cost_model import PrefillCost
-from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.stores.base import WrapperStore
 
 LAYERS = 2
 TOKEN_S = 1.0

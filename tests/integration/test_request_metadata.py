@@ -8,7 +8,7 @@ import pytest
 from sglang_cake.core.keys import Digest, KeySeed
 from sglang_cake.integration.request.request_metadata import facts_of, tenant_key
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
-from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.policy import Benefit
 
 COSTS = PromptCosts(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 

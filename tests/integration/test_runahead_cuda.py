@@ -10,7 +10,7 @@ from fake_cuda import FakeCuda, install
 from kv_pools import as_bytes, buffers_of, mha
 
 from sglang_cake.core.buffers import PartBytes
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.overlap.layer_gate import CudaGate, CudaRows, LayersSkipped
 from sglang_cake.runahead.kv_passing import (

@@ -26,9 +26,8 @@ from sglang_cake.loading.planner import Mode
 from sglang_cake.loading.priority import order
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import Store, WrapperStore
 from sglang_cake.stores.throttled import ThrottledStore
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 CHUNK, POLL_S, DEPTH = 128, 0.0005, 8

@@ -15,12 +15,11 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.build import STATS_EVERY_S, close_later, publish_stats
 from sglang_cake.integration.metrics import Metrics, StoreMetrics, scheduler_labels
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
-from sglang_cake.stores.base import EvictionCounts, StoreStats
+from sglang_cake.stores.base import EvictionCounts, StoreStats, WrapperStore
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RequestRecordingStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 from sglang_cake.testing.virtual_time import in_virtual_time

@@ -22,7 +22,7 @@ from kv_pools import (
 )
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.memory.copier import Copier, CopyThread, SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.end_states import END_POOLS

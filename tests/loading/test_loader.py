@@ -21,10 +21,9 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer, BufferPool, TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.threads import IoThread, wait_uncancelled
 from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, TierLoads
 from sglang_cake.loading.loader import (
     ENDED_LOOKUP_S,
@@ -38,11 +37,9 @@ from sglang_cake.loading.loader import (
     Lost,
     StagedBlock,
 )
-from sglang_cake.stores.base import LentBlock, Store, read_until_s
+from sglang_cake.stores.base import LentBlock, Store, WrapperStore, read_until_s
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
-from sglang_cake.stores.threads import wait_uncancelled
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 

@@ -10,9 +10,8 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
 from sglang_cake.loading.cost_model import TierLoads
 from sglang_cake.loading.loader import Fetched, LoadRequest, Lost
+from sglang_cake.stores.base import RequestFacts, WrapperStore
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.wrapper_store import WrapperStore
 
 ENDS = 2
 

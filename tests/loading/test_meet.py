@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 from meet_race import MeetRace, plan
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
 from sglang_cake.loading.planner import StepPlan
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import (
 )
 from meet_race import MeetRace, plan
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.loading.meet import BlockState, Meet, best_run, end_indices, possible_runs
 from sglang_cake.loading.planner import StepPlan
 

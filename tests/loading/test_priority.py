@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import AGEING, FcfsSchedule, QueueEntry, order, preempts

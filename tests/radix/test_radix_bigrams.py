@@ -11,7 +11,7 @@ from hybrid_trees import BLOCK, HybridTree, config_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from trees import CORES
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 
 TOKENS = list(range(100, 100 + 5 * BLOCK + 3))
 STOP = 3 * BLOCK

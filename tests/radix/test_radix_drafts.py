@@ -14,7 +14,7 @@ from hybrid_trees import BLOCK, END_POOLS, KINDS, HybridTree, Place, digests_of
 from kv_pools import as_bytes, mha, rows_of
 from trees import CORES
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 PROMPT = [*range(100, 150)]  # six blocks and two tokens

@@ -28,16 +28,15 @@ from trees import CORES, accounting_of, lock_fuzz
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.token_span import Span
-from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.core.keys import Span
+from sglang_cake.core.threads import IoThread
+from sglang_cake.integration.memory.block_saving import BlockSaving, Writer
 from sglang_cake.integration.memory.cake_radix_cache import CUT_SHARE, CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.writeback.block_writer import Writer
 
 PROMPT = [*range(100, 150)]  # six blocks and two tokens
 

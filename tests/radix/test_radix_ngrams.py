@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trees import CORES
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 
 TOKENS = [11 * at % 250 for at in range(1, 5 * BLOCK + 4)]
 STOP = 3 * BLOCK

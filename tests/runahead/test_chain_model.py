@@ -15,7 +15,7 @@ from benchmarks.chain_model import (
     sequence_parallel_ttft,
     traffic_tokens,
 )
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.partition import Partition, balanced, even
 
 FREE = ChainLink(1e30)

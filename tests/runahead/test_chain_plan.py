@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chain_model import with_loader
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState, Meet, View
 from sglang_cake.loading.planner import LoadProgress

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.keys import Digest
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Digest, Span
 from sglang_cake.runahead.grid_search import grid_search
 from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.partition_table import PartitionTable, load_table, save_table, table_path

@@ -16,7 +16,7 @@ from members import GROUPS, JOB, WAIT_S, MessageRecord
 from polling import until
 
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.kv_passing import Broken, KvReceiver, KvSender, Late, Predecessor
 from sglang_cake.runahead.member import COLD, Member, Owned
 from sglang_cake.runahead.messages import (

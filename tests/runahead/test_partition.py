@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.chain_model import with_loader
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.partition import (
     Partition,
     StepSeconds,

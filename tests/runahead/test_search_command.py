@@ -13,7 +13,7 @@ import pytest
 
 from sglang_cake.cli import main, runahead_search
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import (

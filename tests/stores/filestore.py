@@ -8,10 +8,10 @@ from polling import until
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.stores.file import index_supervisor
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")

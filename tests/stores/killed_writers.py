@@ -22,10 +22,10 @@ from pathlib import Path
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.stores.base import RequestFacts
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.settings import FolderSettings
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 LAYOUT = BlockLayout.plain(layers=1, parts=(("kv", (256,)),), dtype="float32", block_tokens=256)

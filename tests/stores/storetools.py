@@ -12,7 +12,7 @@ from private_files import write_private
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of
 

@@ -8,8 +8,8 @@ import pytest
 from polling import async_until
 
 from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.threads import Stopped
 from sglang_cake.stores.mooncake.mooncake_store import CallThreads, Hold
-from sglang_cake.stores.threads import Stopped
 
 
 class Stuck:

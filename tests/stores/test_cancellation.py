@@ -14,13 +14,12 @@ from system_calls import Held
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.block_files import IO_BYTES
+from sglang_cake.core.threads import DaemonPool, LimitedThreads, run_stoppable
+from sglang_cake.stores.file.block_files import IO_BYTES, FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.settings import FolderSettings
-from sglang_cake.stores.threads import DaemonPool, LimitedThreads, run_stoppable
 from sglang_cake.testing import store_contract
 from sglang_cake.testing.store_contract import key_of
 

@@ -31,6 +31,7 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import index, nofollow
@@ -45,7 +46,6 @@ from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S
 from sglang_cake.stores.file.nofollow import lock, open_private
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 CAPACITY_BYTES = 16 << 20

@@ -17,12 +17,17 @@ from system_calls import Held
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import PAGE_BYTES, is_on_page, on_page
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.block_files import IO_BYTES, NewFile, is_cached, set_direct
+from sglang_cake.stores.file.block_files import (
+    IO_BYTES,
+    FolderSettings,
+    NewFile,
+    is_cached,
+    set_direct,
+)
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import ProgressRecord, block_of, key_of
 
 A = key_of("a")

@@ -18,9 +18,9 @@ from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
 from sglang_cake.cli.named_stores import NamedStore
 from sglang_cake.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
+from sglang_cake.stores.file.block_files import INDEX, INDEX_LOCK
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
-from sglang_cake.stores.file.paths import INDEX, INDEX_LOCK
 from sglang_cake.testing.memory_store import MemoryStore
 
 MODEL = KvSizes(block_bytes=2 << 20, end_blocks=0, stored_token_bytes=1000)

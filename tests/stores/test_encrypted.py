@@ -26,7 +26,7 @@ from sglang_cake.codecs.frame import (
     sealed_frame,
 )
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.base import StoredNamespace
 from sglang_cake.stores.encrypted import (
     BlockCipher,

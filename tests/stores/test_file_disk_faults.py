@@ -33,9 +33,9 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, REFUSED_S, Amount, FreeSpace
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 FAILURES = [

@@ -11,7 +11,7 @@ from filestore import A, B, files_below, opened, opened_store, path_of, put_a, r
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE
 from sglang_cake.testing.store_contract import (
     FRAME,

@@ -11,12 +11,11 @@ import xxhash
 
 from sglang_cake.codecs import frame
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.keys import KeySeed, block_keys
+from sglang_cake.core.keys import KeySeed, Namespace, block_keys
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE, BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.settings import FolderSettings
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 EXAMPLE = json.loads(re.search(r"```json\n(.*?)```", DOC, re.DOTALL)[1])

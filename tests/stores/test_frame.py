@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sglang_cake.codecs import frame
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock, payload_checksum
 from sglang_cake.core.errors import BlockCorrupt
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, NAMESPACE, block_of, key_of
 
 KEY = key_of("a")

@@ -18,7 +18,7 @@ from hostile import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.testing.store_contract import NAMESPACE
 

@@ -16,16 +16,15 @@ from private_files import write_private
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout, PlaneGroup
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores import open_store
-from sglang_cake.stores.base import EvictionCounts, Store, StoreStats, TierStats
+from sglang_cake.stores.base import EvictionCounts, RequestFacts, Store, StoreStats, TierStats
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.head_slices import HeadSliceStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.tiers.tiered_store import COPY_BYTES, TieredStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT, StoreContract, block_of, key_of, read

@@ -22,13 +22,12 @@ from tiering import BLOCK
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.stores.base import CountedStore, RequestFacts, WrapperStore
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory.block_memory import MOST_PASSED, TOUCHED_AT_ONCE, BlockMemory
 from sglang_cake.stores.open_store import open_store, parse_sources
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.stores.wrapper_store import CountedStore, WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 

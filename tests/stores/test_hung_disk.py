@@ -9,10 +9,10 @@ import pytest
 from filestore import folder_of
 
 from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.threads import DaemonPool
 from sglang_cake.stores.file import file_store
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
-from sglang_cake.stores.threads import DaemonPool
 from sglang_cake.testing.store_contract import FRAME
 
 HANGS = """
@@ -20,7 +20,7 @@ import asyncio, os, sys, threading
 from pathlib import Path
 sys.path[:0] = {path!r}
 from filestore import A, opened, put_a, read_a
-from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.threads import IoThread
 from sglang_cake.stores.file import file_store as stores, index_supervisor
 
 index_supervisor.CLOSE_S = stores.CLOSE_S = 0.1
@@ -78,8 +78,8 @@ async def test_file_store_close_on_a_disk_that_hangs_waits_once_for_all_calls(
 OPENING_HANGS = """
 import asyncio, sys, threading
 sys.path[:0] = {path!r}
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.stores.wrapper_store import LazyStore
+from sglang_cake.core.threads import IoThread
+from sglang_cake.stores.base import LazyStore
 from sglang_cake.testing.store_contract import FRAME
 
 class Source:

@@ -16,6 +16,7 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import StoreStats
 from sglang_cake.stores.eviction.policy import AccessContext, Usage
+from sglang_cake.stores.file.block_files import FolderSettings, block_names, this_boot
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.index import (
     BlockIndex,
@@ -25,9 +26,7 @@ from sglang_cake.stores.file.index import (
     ScannedFile,
     Touch,
 )
-from sglang_cake.stores.file.paths import block_names, this_boot
 from sglang_cake.stores.file.scan import LIST_AT_ONCE, listed_blocks_in, stats_in
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import key_of
 
 DIGEST, OTHER = Digest(b"\1" * 32), Digest(b"\2" * 32)

@@ -7,7 +7,7 @@ import pytest
 from polling import PATIENCE_S, async_until
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores.wrapper_store import LazyStore
+from sglang_cake.stores.base import LazyStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 

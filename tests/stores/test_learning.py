@@ -9,10 +9,12 @@ import pytest
 from filestore import until_room_is_made
 from test_capacity import DIGEST, opened, there
 
+from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import (
     FREE_AT_ONCE,
@@ -23,9 +25,7 @@ from sglang_cake.stores.file.evictor import (
     Evictor,
 )
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile, Touch
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import ConversationTracker
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
 

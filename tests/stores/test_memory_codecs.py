@@ -12,8 +12,8 @@ from sglang_cake.core.buffers import on_page
 from sglang_cake.core.codec_names import CODECS, LOSSLESS, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, open_store, parse_sources

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
 
+from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.reported_accesses import MOST_ANNOUNCED, READ_SOON_S, ReportedAccesses
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
 BY_RECENCY = ["lru", "lfu", "arc", "workload", "cake-prefix"]

@@ -19,8 +19,8 @@ from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
+from sglang_cake.stores.base import RequestFacts
+from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext, Benefit
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
@@ -31,7 +31,6 @@ from sglang_cake.stores.reported_accesses import (
     Access,
     ReportedAccesses,
 )
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import block_of, key_of

@@ -19,8 +19,8 @@ from sglang_cake.core.errors import (
     StoreError,
     StoreUnavailable,
 )
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.s3.bucket import S3Bucket, S3Error
 from sglang_cake.stores.s3.s3_store import (

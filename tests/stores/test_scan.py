@@ -9,7 +9,7 @@ import pytest
 from filestore import A, files_below, opened_store, path_of, put_a, read_a
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.file.paths import new_tmp_name, this_host
+from sglang_cake.stores.file.block_files import new_tmp_name, this_host
 from sglang_cake.stores.file.scan import STALE_S, is_stale, remove_stale
 from sglang_cake.testing.store_contract import block_of, key_of
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_cake.core.errors import BlockMissing
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read

@@ -42,14 +42,14 @@ from sglang_cake.cli import PIPE_STATUS, store_maintenance
 from sglang_cake.cli.named_stores import run_tool
 from sglang_cake.cli.store_cp import lacking
 from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import WrapperStore
+from sglang_cake.stores.file.block_files import INDEX, INDEX_LOCK, new_tmp_name
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
-from sglang_cake.stores.file.paths import INDEX, INDEX_LOCK, new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 

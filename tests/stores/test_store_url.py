@@ -16,10 +16,10 @@ from system_calls import Disk, failing
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.file import disk as disk_module
+from sglang_cake.stores.file.block_files import INDEX
 from sglang_cake.stores.file.disk import file_system_type
 from sglang_cake.stores.file.file_store import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
-from sglang_cake.stores.file.paths import INDEX
 from sglang_cake.stores.file.scan import stats_in
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import parse_bandwidth, parse_size, split_urls

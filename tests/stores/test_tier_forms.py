@@ -18,15 +18,15 @@ from sglang_cake.core.buffers import on_page
 from sglang_cake.core.codec_names import CODECS, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores import encoded
+from sglang_cake.stores.base import WrapperStore
 from sglang_cake.stores.circuit_breaker import FIRST_S
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.link_speed import RATE_FRESH_S, LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import block_of, key_of, read
 

@@ -8,9 +8,9 @@ from polling import PATIENCE_S, async_until
 from tiering import opened_tiers
 
 from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.base import WrapperStore
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, LATE_S
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, UNKNOWN_S
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import key_of, read
 
 DOWN = StoreUnavailable("down")

@@ -11,10 +11,10 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.stores.threads import wait_uncancelled
+from sglang_cake.core.threads import wait_uncancelled
+from sglang_cake.stores.base import WrapperStore
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.tiers.tiered_store import REREAD_S
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 DOWN = StoreUnavailable("down")

@@ -17,11 +17,11 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.loading.loader import BlockRead
+from sglang_cake.stores.base import WrapperStore
 from sglang_cake.stores.circuit_breaker import FIRST_S
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 

@@ -15,12 +15,11 @@ from namespace_folder import NamespaceFolder
 from test_capacity import CAPACITY_BYTES, DIGEST, STORED_BYTES, du_bytes, opened, put, there
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.block_files import FolderSettings, new_tmp_name
 from sglang_cake.stores.file.block_folder import MOST_UNUSED, BlockFolder
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S, RECLAIM_EVERY_S
-from sglang_cake.stores.file.paths import new_tmp_name
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import NAMESPACE, key_of
 
 NO_SYSTEM_CALL = 100_000  # the kernel answers ENOSYS, as one without `openat2`

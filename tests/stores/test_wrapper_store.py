@@ -10,11 +10,10 @@ import pytest
 from sglang_cake.core.codec_names import AUTO, CODECS, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import LazyStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.wrapper_store import LazyStore
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import FRAME, key_of
 

@@ -14,9 +14,8 @@ import pytest
 from polling import async_answer
 
 from sglang_cake.core.errors import BlockCorrupt
-from sglang_cake.core.keys import BlockKey, KeySeed, block_keys
+from sglang_cake.core.keys import BlockKey, KeySeed, Namespace, block_keys
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.local_files import atomic_write, cache_folder
+from sglang_cake.core.threads import DaemonPool
 from sglang_cake.stores.file.disk import file_system_type
-from sglang_cake.stores.threads import DaemonPool
 
 logger = logging.getLogger("sglang_cake")
 

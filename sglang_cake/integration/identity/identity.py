@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.keys import LABEL, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import LABEL, Namespace
 from sglang_cake.integration.compat import module_of, other_plugins
 from sglang_cake.integration.identity import content, kv_settings
 from sglang_cake.integration.identity.content import ContentChanged, Files, content_digest

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_cake.core.errors import OverlapError
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import has_tracked_state
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates

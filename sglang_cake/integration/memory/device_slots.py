@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.memory.copier import Copier, SlotCopy
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV

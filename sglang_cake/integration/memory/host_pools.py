@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.buffers import BufferPool, HostArena, buffer_counts, mib
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import HostArena, buffer_counts, mib
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 logger = logging.getLogger("sglang_cake")

@@ -17,9 +17,8 @@ import torch
 
 from sglang_cake.codecs.block_arrays import takes_lossy
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
-from sglang_cake.core.buffers import PAGE_BYTES, Buffer
+from sglang_cake.core.buffers import PAGE_BYTES, Buffer, mib
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import mib
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.pool_planes import (
     WORDS,

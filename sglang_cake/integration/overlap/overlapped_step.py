@@ -20,7 +20,7 @@ import torch
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import CakeError, OverlapError, RunaheadError
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots

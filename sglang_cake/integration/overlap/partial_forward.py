@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

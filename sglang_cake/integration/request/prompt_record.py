@@ -31,8 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from sglang_cake.core.keys import KeyChain
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import KeyChain, Span
 from sglang_cake.loading.cost_model import PromptCosts, StepWork
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
@@ -44,7 +43,7 @@ from sglang_cake.loading.planner import (
     device_work,
     is_asked,
 )
-from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.base import RequestFacts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

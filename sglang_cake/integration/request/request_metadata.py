@@ -13,8 +13,8 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.loading.cost_model import PromptCosts
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.request_facts import MOST_WORKLOAD, RequestFacts
+from sglang_cake.stores.base import MOST_WORKLOAD, RequestFacts
+from sglang_cake.stores.eviction.policy import Benefit
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.compat import abort_chunked_request, take_deferred_requests
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows

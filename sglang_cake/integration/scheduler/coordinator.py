@@ -23,8 +23,7 @@ from weakref import WeakKeyDictionary
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest, KeyChain
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Digest, KeyChain, Span
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
 from sglang_cake.integration.memory.device_slots import DeviceSlots

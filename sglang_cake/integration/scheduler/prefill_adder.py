@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sglang_cake.core.token_span import Span
+from sglang_cake.core.keys import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache

@@ -7,9 +7,8 @@ the same code. docs/eviction.md says why none is taken from a library.
 from collections.abc import Callable
 from typing import Final
 
-from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import ArcPolicy, GdfsPolicy, RankedPolicy, S3FifoPolicy
-from sglang_cake.stores.eviction.policy import EvictionPolicy
+from sglang_cake.stores.eviction.policy import Benefit, EvictionPolicy
 from sglang_cake.stores.eviction.reuse_policies import CakePolicy, CakePrefixPolicy, WorkloadPolicy
 
 POLICIES: Final[dict[str, Callable[[Benefit], EvictionPolicy]]] = {

@@ -4,8 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.policy import Benefit, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.queues import BlockQueue, Rank
 
 SMALL_SHARE: Final = 0.1  # of all blocks, the length of the small queue of a full S3-FIFO cache

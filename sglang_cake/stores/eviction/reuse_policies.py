@@ -6,8 +6,7 @@ docs/eviction.md derives the values of `cake` and `cake-prefix`.
 
 import math
 
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.policy import Benefit, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.queues import ClassQueues, QueueKey
 from sglang_cake.stores.eviction.reuse_model import MAX_TURN, RequestClass, ReuseFits, ReuseModel
 

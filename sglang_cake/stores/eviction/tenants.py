@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, EvictionPolicy, Usage
+from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, Benefit, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.queues import BlockQueue
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 

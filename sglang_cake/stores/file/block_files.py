@@ -1,4 +1,5 @@
-"""The file of one block: opening, reading and writing it.
+"""The names inside a folder of blocks (docs/format.md), and the file of one block: opening, reading
+and writing it. Only this module makes and parses the names.
 
 A file is read and written in pieces, between which the call can be cancelled.
 
@@ -12,18 +13,108 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import hashlib
 import mmap
 import os
+import re
+import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_cake.codecs.frame import IncomingBlock
 from sglang_cake.core.buffers import PAGE_BYTES
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.threads import DaemonPool, check_stop, submit
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.paths import new_tmp_name
-from sglang_cake.stores.threads import DaemonPool, check_stop, submit
+from sglang_cake.stores.url import DEFAULT_POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSettings:
+    """A folder, and how one process uses it. Others may use it with other settings."""
+
+    path: Path  # absolute
+    # `data`: a block is on the disk when it becomes visible. `off`: the kernel decides when; after
+    # a power cut, recent blocks are missing or fail their check.
+    fsync: str = "off"
+    min_free_bytes: int = 0  # of the file system; blocks are evicted to keep that free
+    capacity_bytes: int | None = None  # limit for all files and folders; None: no limit
+    policy: str = DEFAULT_POLICY  # of eviction, a key of `eviction.POLICIES`
+    # Reads are accesses, and this process may lead eviction. False for tools: they would hold all
+    # blocks in memory, and keep servers from it.
+    reads_count: bool = True
+    tenant_rules: TenantRules = NO_TENANT_RULES
+    min_benefit_ratio: float = 0.0  # which blocks are written at all (`eviction.policy.admits`)
+    direct_writes: bool = False  # blocks are written past the page cache, where possible
+
+
+INDEX = "index.db"
+INDEX_LOCK = "index.lock"  # locked while a process opens or rebuilds the index
+EVICTION_LOCK = "index.evict"  # locked by the process that holds the order of eviction
+DAMAGED = f"{INDEX}.damaged-"
+CORRUPT = "corrupt"
+DIGEST_OR_KEY = re.compile(r"[0-9a-f]{64}")
+SHARD = re.compile(r"[0-9a-f]{2}")
+_OWNER = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})")
+TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
+
+
+def block_names(digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
+    """The names of the folders from the root to the block, and of its file."""
+    name = key.hex()
+    return digest.hex(), name[:2], name[2:4], name
+
+
+def this_boot() -> str:
+    """The id of the machine's last start. An index of another one is not trusted."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux: every index is trusted
+        return "unknown"
+
+
+@functools.cache
+def this_host() -> str:
+    """16 hex digits that identify the processes among which a pid is unique.
+
+    These are the processes of one boot and one pid namespace. A host name is not enough, since
+    containers that share a folder may share it, and do not see each other's processes.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        scope = boot + os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux: a new host each time, so that files become stale by age only
+        scope = secrets.token_hex(16)
+    return hashlib.sha256(scope.encode()).hexdigest()[:16]
+
+
+def new_tmp_name() -> str:
+    """A unique file name, which differs from all names of blocks (64 hex digits)."""
+    return f".tmp-{this_process()}-{secrets.token_hex(8)}"
+
+
+def this_process() -> str:
+    """Name of this process, for `owner_of`."""
+    return f"{this_host()}-{os.getpid()}"
+
+
+def owner_of(name: str) -> tuple[str, int] | None:
+    """Host and pid of the process with this name; None for other text."""
+    match = _OWNER.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
+def tmp_owner(name: str) -> str:
+    """Name of the process (`this_process`) in a temporary file's name (`TMP`)."""
+    match = TMP.fullmatch(name)
+    assert match is not None, name
+    return match[1]
+
 
 # Between two pieces a thread asks for the interpreter, which the scheduler thread needs: blocks of
 # 16 MiB in the page cache take 0.9 of the processor time that they take in pieces of 2 MiB. The

@@ -20,10 +20,17 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
+from sglang_cake.core.threads import check_stop
+from sglang_cake.stores.base import (
+    BlockInfo,
+    EvictionCounts,
+    RequestFacts,
+    StoredNamespace,
+    StoreStats,
+)
 from sglang_cake.stores.eviction.policy import Usage, ident_of
 from sglang_cake.stores.file import block_files, nofollow
-from sglang_cake.stores.file.block_files import NewFile
+from sglang_cake.stores.file.block_files import CORRUPT, FolderSettings, NewFile, block_names
 from sglang_cake.stores.file.disk import (
     DAMAGE_ERRORS,
     Amount,
@@ -38,12 +45,8 @@ from sglang_cake.stores.file.namespace_descriptions import (
     NamespaceDescriptions,
     described_namespaces_in,
 )
-from sglang_cake.stores.file.paths import CORRUPT, block_names
 from sglang_cake.stores.file.scan import namespaces_in, remove_stale, shards_in
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import ReportedAccesses
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import check_stop
 
 logger = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0  # between two lines about corrupt blocks, since a failing disk has many

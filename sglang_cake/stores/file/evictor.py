@@ -12,10 +12,10 @@ from functools import partial
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
 from sglang_cake.stores.eviction import new_policy
-from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import (
     UNKNOWN_TENANT,
     AccessContext,
+    Benefit,
     EvictionPolicy,
     Usage,
     admits,
@@ -23,10 +23,9 @@ from sglang_cake.stores.eviction.policy import (
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 from sglang_cake.stores.eviction.tenants import TenantPolicy
 from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.block_files import CORRUPT, FolderSettings, block_names
 from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch, overhead_bytes
-from sglang_cake.stores.file.paths import CORRUPT, block_names
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, ConversationTracker
 
 logger = logging.getLogger(__name__)

@@ -24,21 +24,31 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
+from sglang_cake.core.threads import DaemonPool, run_stoppable, submit
+from sglang_cake.stores.base import (
+    BlockInfo,
+    RequestFacts,
+    Store,
+    StoredNamespace,
+    StoreLayer,
+    StoreStats,
+)
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import scan
-from sglang_cake.stores.file.block_files import read_framed
+from sglang_cake.stores.file.block_files import (
+    DIGEST_OR_KEY,
+    INDEX,
+    INDEX_LOCK,
+    FolderSettings,
+    read_framed,
+)
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.file.disk import free_bytes, os_errors, shared_file_system
 from sglang_cake.stores.file.index import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.namespace_descriptions import described_namespaces_in
 from sglang_cake.stores.file.nofollow import lock
-from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
-from sglang_cake.stores.file.settings import FolderSettings
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool, run_stoppable, submit
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
 
 logger = logging.getLogger(__name__)

@@ -36,9 +36,9 @@ from sglang_cake.stores.eviction.policy import (
     ident_of,
 )
 from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
+from sglang_cake.stores.file.block_files import DAMAGED, INDEX, this_process
 from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, Amount
 from sglang_cake.stores.file.nofollow import make_private
-from sglang_cake.stores.file.paths import DAMAGED, INDEX, this_process
 
 APPLICATION_ID = 0x63616B65  # "cake"
 SCHEMA_VERSION = 3

@@ -18,6 +18,14 @@ from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.block_files import (
+    EVICTION_LOCK,
+    INDEX,
+    INDEX_LOCK,
+    FolderSettings,
+    block_names,
+    this_boot,
+)
 from sglang_cake.stores.file.disk import DAMAGE_ERRORS, free_bytes
 from sglang_cake.stores.file.evictor import REST_S, Evictor
 from sglang_cake.stores.file.index import (
@@ -30,13 +38,6 @@ from sglang_cake.stores.file.index import (
 )
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import LeavesOut, is_lasting, lock, open_private
-from sglang_cake.stores.file.paths import (
-    EVICTION_LOCK,
-    INDEX,
-    INDEX_LOCK,
-    block_names,
-    this_boot,
-)
 from sglang_cake.stores.file.scan import (
     is_stale,
     listed_blocks_in,
@@ -44,7 +45,6 @@ from sglang_cake.stores.file.scan import (
     remove_stale,
     scanned_files_in,
 )
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, Access
 
 logger = logging.getLogger(__name__)

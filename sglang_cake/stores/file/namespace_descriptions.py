@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.core.keys import Digest
-from sglang_cake.core.namespace import DESCRIPTION, digest_of, read_fields
+from sglang_cake.core.keys import DESCRIPTION, Digest, digest_of, read_fields
 from sglang_cake.stores.base import StoredNamespace
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import write_file

@@ -13,10 +13,7 @@ from pathlib import Path
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.disk import on_disk_bytes
-from sglang_cake.stores.file.index import IndexReader, ScannedFile
-from sglang_cake.stores.file.nofollow import LeavesOut, is_lasting
-from sglang_cake.stores.file.paths import (
+from sglang_cake.stores.file.block_files import (
     CORRUPT,
     DIGEST_OR_KEY,
     INDEX,
@@ -27,6 +24,9 @@ from sglang_cake.stores.file.paths import (
     this_host,
     tmp_owner,
 )
+from sglang_cake.stores.file.disk import on_disk_bytes
+from sglang_cake.stores.file.index import IndexReader, ScannedFile
+from sglang_cake.stores.file.nofollow import LeavesOut, is_lasting
 
 STALE_S = 3600.0  # a live writer appends to its file far more often
 LIST_AT_ONCE = 10_000  # blocks that a listing holds in memory

@@ -18,9 +18,9 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
-from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
+from sglang_cake.core.keys import MAX_DESCRIPTION_BYTES, BlockKey, digest_of, read_fields
+from sglang_cake.core.threads import LimitedThreads
+from sglang_cake.stores.base import BlockInfo, RequestFacts, StoredNamespace, StoreStats
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import ServerCredentials
@@ -29,8 +29,6 @@ from sglang_cake.stores.http.protocol import Kind, Resource
 from sglang_cake.stores.http.request_body import STUCK_S, RefusedRequest, read_body
 from sglang_cake.stores.http.server_blocks import BlockService
 from sglang_cake.stores.http.server_metrics import ServerMetrics
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import LimitedThreads
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest, Resource], Awaitable[web.StreamResponse]]

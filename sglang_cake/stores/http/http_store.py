@@ -30,11 +30,11 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
     one_line,
 )
-from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.namespace import digest_of, read_fields
+from sglang_cake.core.keys import BlockKey, digest_of, read_fields
 from sglang_cake.stores.base import (
     BlockInfo,
     EvictionCounts,
+    RequestFacts,
     Store,
     StoredNamespace,
     StoreLayer,
@@ -52,7 +52,6 @@ from sglang_cake.stores.http.http_transport import (
     refuse,
 )
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.url import StoreUrl, absolute_path
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from msgspec.json import Decoder
 
 from sglang_cake.core import untrusted
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import DESCRIPTION
+from sglang_cake.core.keys import DESCRIPTION, BlockKey, Digest
 from sglang_cake.stores.base import (
     EVICTION_COUNTS,
     BlockInfo,
@@ -33,7 +32,7 @@ MAX_ANSWER_BYTES = 1 << 24  # of all answers but blocks and lists of blocks
 MAX_LIST_LINE_BYTES = 1024
 LIST_TYPE = "application/x-ndjson"
 BLOCK_TYPE = "application/octet-stream"
-FACTS_HEADER = "Cake-Request"  # `RequestFacts` as JSON (stores/request_facts.py)
+FACTS_HEADER = "Cake-Request"  # `RequestFacts` as JSON (stores/base.py)
 # A GET with the header `Cake-Use: no` is not counted as a use of the block, for eviction.
 USE_HEADER = "Cake-Use"
 NO_USE = "no"

@@ -20,6 +20,7 @@ from aiohttp import web
 from sglang_cake.codecs.frame import HEADER_BYTES, Header, PayloadHasher, read_header
 from sglang_cake.core.errors import BlockCorrupt, StoreFull
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.threads import LimitedThreads, check_stop, wait_uncancelled
 from sglang_cake.stores.file.block_files import NewFile, is_cached
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http import protocol
@@ -31,7 +32,6 @@ from sglang_cake.stores.http.request_body import (
     wanted_slice,
 )
 from sglang_cake.stores.http.server_metrics import ServerMetrics
-from sglang_cake.stores.threads import LimitedThreads, check_stop, wait_uncancelled
 
 T = TypeVar("T")
 

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_cake.core.buffers import Buffer
+from sglang_cake.core.buffers import Buffer, HostArena, Pin, whole_pages
 from sglang_cake.core.errors import StoreFull
-from sglang_cake.core.host_memory import HostArena, Pin, whole_pages
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, LentBlock, StoreStats
+from sglang_cake.stores.base import BlockInfo, LentBlock, RequestFacts, StoreStats
 from sglang_cake.stores.eviction import new_policy
-from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, Usage, ident_of
+from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, Benefit, Usage, ident_of
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.reported_accesses import ReportedAccesses
-from sglang_cake.stores.request_facts import RequestFacts
 
 REFRESH_S: Final = 1.0
 # An eviction passes over at most so many blocks that are not written below yet, or are another

@@ -12,14 +12,22 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.buffers import TellBytes, copy_in_pieces
+from sglang_cake.core.buffers import (
+    Pin,
+    TellBytes,
+    available_bytes,
+    copy_in_pieces,
+    mib,
+    whole_pages,
+)
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
-from sglang_cake.core.host_memory import Pin, available_bytes, mib, whole_pages
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.base import (
     BlockInfo,
     EvictionCounts,
     LentBlock,
+    RequestFacts,
     Store,
     StoredNamespace,
     StoreLayer,
@@ -28,8 +36,6 @@ from sglang_cake.stores.base import (
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory.block_memory import BlockMemory, MemoryEvictionCounts, Unwritten
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
 
 MOST_THREADS: Final = 4  # for each direction: so many saturate the memory of one socket

@@ -4,7 +4,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_cake.core.buffers import address_of
+from sglang_cake.core.buffers import HostArena, address_of
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -12,7 +12,6 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.core.host_memory import HostArena
 
 CONNECT_TIMEOUT_S = 2.0
 LOCAL_BUFFER_BYTES = 2**24  # of the library itself; unused by these calls

@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
-from sglang_cake.core.buffers import BufferPool, TellBytes
+from sglang_cake.core.buffers import BufferPool, HostArena, TellBytes
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
-from sglang_cake.stores.corrupt_reports import CorruptReports
-from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace
-from sglang_cake.stores.threads import (
+from sglang_cake.core.threads import (
     DaemonPool,
     Stopped,
     run_in_own_thread,
     submit,
     wait_uncancelled,
 )
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
+from sglang_cake.stores.corrupt_reports import CorruptReports
+from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
 T = TypeVar("T")

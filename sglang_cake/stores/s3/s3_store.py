@@ -29,15 +29,13 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
     one_line,
 )
-from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_fields
+from sglang_cake.core.keys import DESCRIPTION, MAX_DESCRIPTION_BYTES, BlockKey, Digest, read_fields
+from sglang_cake.core.threads import DaemonPool, IoThread, run_stoppable
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
 from sglang_cake.stores.s3.bucket import S3Bucket, S3Error, S3Place
-from sglang_cake.stores.threads import DaemonPool, run_stoppable
 from sglang_cake.stores.url import StoreUrl, matching
 
 LOOKUPS_AT_ONCE = 32  # lookups in one round trip: 1024 blocks are known after two

@@ -17,12 +17,11 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import LentBlock, Store, StoreStats, puts_at_once
+from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.stores.base import LazyStore, LentBlock, Store, StoreStats, puts_at_once
 from sglang_cake.stores.circuit_breaker import SLACK, Breaker
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
-from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
-from sglang_cake.stores.wrapper_store import LazyStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
-from sglang_cake.core.buffers import BufferPool, TellBytes
+from sglang_cake.core.buffers import BufferPool, HostArena, TellBytes
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -31,20 +31,19 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.threads import DaemonPool
 from sglang_cake.stores.base import (
     USUAL_DEPTH,
     BlockInfo,
     EvictionCounts,
     LentBlock,
+    RequestFacts,
     Store,
     StoreStats,
     TierStats,
 )
 from sglang_cake.stores.link_speed import quickest, soonest
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool
 from sglang_cake.stores.tiers.tier import ProgressOfTries, Tier
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ from polling import until
 from private_files import write_private
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.http.auth import ServerCredentials, load_tokens, make_own_token
 from sglang_cake.stores.http.http_server import StoreServer
 from sglang_cake.stores.http.http_store import HttpStore

@@ -32,6 +32,7 @@ from private_files import write_private
 from system_calls import Held
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.http.auth import ServerCredentials, own_token_path
 from sglang_cake.stores.http.protocol import (
@@ -44,7 +45,6 @@ from sglang_cake.stores.http.protocol import (
 )
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.reported_accesses import ReportedAccesses
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, block_of, read
 
 PATH = block_path(FRAME.digest, A)

@@ -23,10 +23,10 @@ from http_servers import (
 )
 from polling import until
 
+from sglang_cake.core.threads import Stopped
 from sglang_cake.stores.file.block_files import is_cached
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.stores.http.server_blocks import read_into_cache
-from sglang_cake.stores.threads import Stopped
 from sglang_cake.testing.store_contract import key_of
 
 PATH = block_path(BIG_FRAME.digest, A)

@@ -8,7 +8,7 @@ from http_servers import A, B, Nginx, OurServer, make_certificate, opened_client
 from private_files import write_private
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.base import StoredNamespace
 from sglang_cake.stores.encrypted import EncryptedStore
 from sglang_cake.stores.http.http_store import HttpStore

@@ -14,8 +14,8 @@ from polling import async_answer, async_until
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
-from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import EvictionCounts, StoreStats
+from sglang_cake.core.keys import Namespace
+from sglang_cake.stores.base import EvictionCounts, RequestFacts, StoreStats
 from sglang_cake.stores.circuit_breaker import FAILURES, AdaptiveTimeout
 from sglang_cake.stores.http.http_store import (
     ASK_AGAIN_FIRST_S,
@@ -31,7 +31,6 @@ from sglang_cake.stores.http.protocol import (
     touched_path,
     write_stats,
 )
-from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 GOOD = framed("a")

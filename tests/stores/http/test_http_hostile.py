@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
-from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import read_fields
+from sglang_cake.core.keys import BlockKey, Digest, read_fields
 from sglang_cake.stores.base import EVICTION_COUNTS, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.protocol import Kind, block_path, parse_path

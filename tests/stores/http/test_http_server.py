@@ -41,9 +41,9 @@ from system_calls import Held, failing
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
-from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
+from sglang_cake.core.keys import MAX_DESCRIPTION_BYTES, Namespace
+from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
-from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import (
     MAX_CONTAINS_KEYS,

@@ -13,8 +13,8 @@ from system_calls import Disk
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.circuit_breaker import FAILURES
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.open_store import parse_sources

@@ -8,7 +8,7 @@ from http_servers import ServerInProcess, ask
 from namespace_folder import NamespaceFolder
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of
+from sglang_cake.core.keys import MAX_DESCRIPTION_BYTES, digest_of
 from sglang_cake.stores.base import StoredNamespace
 from sglang_cake.stores.http import http_store, protocol
 from sglang_cake.stores.open_store import parse_sources

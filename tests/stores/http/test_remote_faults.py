@@ -16,8 +16,8 @@ from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import KeyChain, KeySeed
+from sglang_cake.core.threads import IoThread
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Fetched, Loader, LoadRequest, LookedUp, Lost
 from sglang_cake.stores.circuit_breaker import (

@@ -14,14 +14,12 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
-from sglang_cake.stores.base import Store, StoredNamespace
-from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.wrapper_store import LazyStore, WrapperStore
+from sglang_cake.core.threads import IoThread
+from sglang_cake.integration.memory.block_saving import WriteJob, Writer
+from sglang_cake.stores.base import LazyStore, RequestFacts, Store, StoredNamespace, WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME
-from sglang_cake.writeback.block_writer import WriteJob, Writer
 
 BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
 SEED = KeySeed(Digest(b"n" * 32))

@@ -1,1 +1,0 @@
-"""The write pipeline: new blocks on their way into the store."""
