@@ -35,7 +35,7 @@ from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.integration.memory import kv_pool
 from sglang_cake.integration.memory.copier import CopyThread, SlotCopy
 from sglang_cake.integration.memory.kv_pool import CudaKV
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 
 META = torch.device("meta")
 BLOCK_TOKENS = 128
@@ -212,7 +212,7 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
         for _ in range(LOADED):
             copy = SlotCopy(kv, slots, fence)
             copy.begin()
-            copier.load(copy, StagedBlock(buffer, give, lambda staged: None))
+            copier.load(copy, HostBlock(buffer, give, lambda staged: None))
         over.wait()
 
     def save() -> None:

@@ -65,7 +65,7 @@ from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, Namespace
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.threads import IoThread
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
+from sglang_cake.loading.loader import HostBlock, Loader, LoadRequest
 from sglang_cake.simulator.shapes import kv_token_bytes
 from sglang_cake.stores.base import Store, WrapperStore
 from sglang_cake.stores.file.file_store import FileSource
@@ -237,9 +237,9 @@ def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]
         io.run(store.put(key, source), LIMIT_S)
 
     def through_loader(read: Store, number: int) -> None:
-        arrived: SimpleQueue[StagedBlock] = SimpleQueue()
+        arrived: SimpleQueue[HostBlock] = SimpleQueue()
 
-        def take(block: int, staged: StagedBlock) -> bool:
+        def take(block: int, staged: HostBlock) -> bool:
             arrived.put(staged)
             return True
 

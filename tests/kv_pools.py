@@ -37,7 +37,7 @@ from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration import compat
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 from sglang_cake.loading.meet import Meet
 from sglang_cake.stores.base import RequestFacts
 
@@ -506,12 +506,12 @@ class Staging:
 
     kv: DeviceKV
     pool: BufferPool = field(init=False)
-    freed: list[StagedBlock] = field(default_factory=list)
+    freed: list[HostBlock] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BufferPool(buffers_for(self.kv, 64))
 
-    def fetch(self, block: int) -> tuple[bytes, StagedBlock]:
+    def fetch(self, block: int) -> tuple[bytes, HostBlock]:
         """The bytes of `block`, in host memory."""
         buffer = self.pool.take()
         assert buffer is not None
@@ -519,7 +519,7 @@ class Staging:
         size = (len(buffer.view),)
         raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
         buffer.view[:] = raw.numpy().data
-        return bytes(buffer.view), StagedBlock(buffer, self.pool.give, self.freed.append)
+        return bytes(buffer.view), HostBlock(buffer, self.pool.give, self.freed.append)
 
     def land(self, record: PromptRecord, block: int) -> bytes:
         """`block` is in host memory, wanted; returns its bytes."""

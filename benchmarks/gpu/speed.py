@@ -23,7 +23,7 @@ from benchmarks.gpu.stand_ins import make_pool
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.integration.memory.copier import CopyThread, SlotCopy
 from sglang_cake.integration.memory.kv_pool import COPY_BYTES, CudaKV, Fence
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 
 STAGED = 8  # buffers of loads and of saves that take turns
 SAVED = 4  # blocks of a save
@@ -153,7 +153,7 @@ class Copying:
     def load(self, buffer: Buffer, slots: torch.Tensor) -> None:
         copy = SlotCopy(self.kv, slots, self.fence)
         copy.begin()
-        self.copier.load(copy, StagedBlock(buffer, self.staging.give, lambda staged: None))
+        self.copier.load(copy, HostBlock(buffer, self.staging.give, lambda staged: None))
 
     def save(self) -> None:
         buffers = [_taken(self.queue) for _ in range(SAVED)]

@@ -93,11 +93,10 @@ class StepCosts:
 
     Args:
         chunk_tokens: the most that a prompt computes in one step.
-        pipelined: steps are launched while the one before runs, and `step_launched` times each.
         alone: no other rank has to decide the same.
 
     Attributes:
-        pipelined: as given.
+        pipelined: steps are launched while the one before runs, and `step_launched` times each.
         overlap_share: share of a last step that may run before the loads are over.
     """
 
@@ -127,7 +126,7 @@ class StepCosts:
 
     @property
     def own(self) -> PromptCosts:
-        """As measured by this rank."""
+        """The costs that this rank has measured, with those of the tier that was read last."""
         return PromptCosts(self._fit.cost, self._loader.cost)
 
     @property
@@ -152,8 +151,8 @@ class StepCosts:
                 self._agreed = self._agreed._replace(prefill=self._fit.cost)
 
     @property
-    def shared(self) -> SharedCosts:
-        """As measured by this rank."""
+    def measured_here(self) -> SharedCosts:
+        """What this rank has measured, for the ranks to agree on (`agree`)."""
         loader = self._loader
         return SharedCosts(
             self._fit.cost,
@@ -264,7 +263,7 @@ class StepCosts:
 
         return decide
 
-    def is_worth_loading(self, record: PromptRecord, mode: Mode, ahead: StepWork) -> bool:
+    def should_load(self, record: PromptRecord, mode: Mode, ahead: StepWork) -> bool:
         """The same decision for a request whose lookup is done, on what all ranks know."""
         return should_load(
             record.meet.view(),
@@ -274,11 +273,11 @@ class StepCosts:
             progress=record.progress,
         )
 
-    def rest_of_loads_s(self, record: PromptRecord) -> float:
+    def loads_s(self, record: PromptRecord) -> float:
         """Predicted time until all wanted blocks of the request have landed."""
         return loads_s(record.meet.view(), self.costs_alone(record), record.progress)
 
-    def blocks_ahead(self, record: PromptRecord) -> list[int]:
+    def next_landings(self, record: PromptRecord) -> list[int]:
         """The blocks of the request that land next, the first one first: as many as the link brings
         in two steps. Slots that are reserved in one step can be written in the next."""
         least = record.agreed.load_from
@@ -318,7 +317,7 @@ class StepCosts:
         """Predicted time of the fewest steps that do `work`."""
         return self.agreed.queue_s(work, self.chunk_tokens)
 
-    def outlook(self, record: PromptRecord, costs: PromptCosts) -> Outlook:
+    def look_ahead(self, record: PromptRecord, costs: PromptCosts) -> Outlook:
         """The prediction for the rest of the request's prefill, at these costs."""
         return look_ahead(
             record.meet.view(),

@@ -47,7 +47,7 @@ ENDED_LOOKUP_S = 5.0
 # ---- events ----
 
 
-class StagedBlock:
+class HostBlock:
     """A fetched block, shared by every prompt that wants it. Thread-safe.
 
     It starts with one holder. The last release returns the buffer with `give` (to a pool, or to
@@ -63,7 +63,7 @@ class StagedBlock:
         self,
         buffer: Buffer,
         give: Callable[[Buffer], object],
-        on_free: Callable[["StagedBlock"], object],
+        on_free: Callable[["HostBlock"], object],
     ) -> None:
         self.buffer = buffer
         self.used = False
@@ -121,7 +121,7 @@ class Fetched:
 
     load_id: str
     block: int
-    staged: StagedBlock | None
+    staged: HostBlock | None
     at_s: float  # `time.monotonic()`
 
 
@@ -274,7 +274,7 @@ class LoadRequest:
     first_block: int
     loads_now: Callable[[Sequence[bool], TierLoads], bool]
     facts: RequestFacts | None = None
-    take_over: Callable[[int, StagedBlock], bool] | None = None
+    take_over: Callable[[int, HostBlock], bool] | None = None
     end_blocks: int = 0
 
     @property
@@ -471,7 +471,7 @@ class Loader:
         self._depths = depths
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
-        self._staged: dict[BlockKey, StagedBlock] = {}
+        self._staged: dict[BlockKey, HostBlock] = {}
         # One call for each block whose memory came back. The I/O thread makes them before it starts
         # another read.
         self._freed: deque[Callable[[], object]] = deque()
@@ -839,11 +839,11 @@ class Loader:
         queue.lent += counted
         queue.lender = tier
 
-        def back(staged: StagedBlock) -> None:
+        def back(staged: HostBlock) -> None:
             queue.lent -= counted
             self._forget(key, staged)
 
-        staged = StagedBlock(
+        staged = HostBlock(
             lent.buffer, lambda _: lent.release(), lambda staged: self._give_back(back, staged)
         )
         self._staged[key] = staged
@@ -924,7 +924,7 @@ class Loader:
         coming_s = read.block_read.coming_s()
         if read.link is self._link:  # otherwise `_fits` has the costs of a later store
             self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
-        staged = StagedBlock(buffer, self._staging.give, partial(self._came_back, read.key))
+        staged = HostBlock(buffer, self._staging.give, partial(self._came_back, read.key))
         self._staged[read.key] = staged
         takers = [waiter for waiter in read.waiters if staged.hold()]
         # The read was the first holder; the prompts decide whether the bytes are used.
@@ -933,7 +933,7 @@ class Loader:
             self._arrived(queue, block, staged)
         read.end(whole=True)
 
-    def _arrived(self, queue: _PromptQueue, block: int, staged: StagedBlock) -> None:
+    def _arrived(self, queue: _PromptQueue, block: int, staged: HostBlock) -> None:
         request = queue.request
         taken = request.take_over is not None and request.take_over(block, staged)
         event = Fetched(request.load_id, block, None if taken else staged, time.monotonic())
@@ -956,7 +956,7 @@ class Loader:
                 self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
 
-    def _came_back(self, key: BlockKey, staged: StagedBlock) -> None:
+    def _came_back(self, key: BlockKey, staged: HostBlock) -> None:
         """A staged block's buffer went back to the pool. Any thread."""
         if not staged.used:
             self._waste(staged.buffer, staged.reason)
@@ -978,7 +978,7 @@ class Loader:
         size_bytes = self._counters.link_bytes(len(buffer.view))
         self._counters.add("wasted_bytes", size_bytes, label=reason)
 
-    def _forget(self, key: BlockKey, staged: StagedBlock) -> None:
+    def _forget(self, key: BlockKey, staged: HostBlock) -> None:
         if self._staged.get(key) is staged:
             del self._staged[key]
         if staged.copy_s:

@@ -228,7 +228,7 @@ class Meet:
         self._states = bytearray([BlockState.ABSENT]) * count
         self._ends: Set[int] = set()  # blocks after which an end is stored
         self._target = 0  # blocks before the target; 0: there is none
-        self._end_states = bytearray()  # states of the target's end blocks
+        self._end_block_states = bytearray()  # states of the target's end blocks
         self.front = 0
         self._view: View | None = None  # None: something has changed since the last one
         self.advance(front)
@@ -329,7 +329,7 @@ class Meet:
         if stop == first or end <= self.front:
             return None
         if self.end_blocks and (
-            stop < self._target or self._end_states.count(BlockState.LANDED) < self.end_blocks
+            stop < self._target or self._end_block_states.count(BlockState.LANDED) < self.end_blocks
         ):
             return None
         assert self.front % self.page_tokens == 0, "the front entered a landed block"
@@ -369,7 +369,7 @@ class Meet:
         if block < self.block_count:
             return BlockState(self._states[block])
         ends = self.end_indices
-        return BlockState(self._end_states[block - ends.start]) if block in ends else _S.GONE
+        return BlockState(self._end_block_states[block - ends.start]) if block in ends else _S.GONE
 
     def wants_any(self, blocks: Iterable[int]) -> bool:
         """Whether one of `blocks`, or of these end blocks, is WANTED."""
@@ -387,7 +387,7 @@ class Meet:
                 prompt_tokens=self._prompt_tokens,
                 limit=self.limit,
                 end_blocks=self.end_blocks,
-                end_wanted=self._end_states.count(BlockState.WANTED),
+                end_wanted=self._end_block_states.count(BlockState.WANTED),
             )
         return self._view
 
@@ -441,7 +441,7 @@ class Meet:
     def _set_target(self, target: int) -> None:
         self._view = None
         self._target = target
-        self._end_states = bytearray([BlockState.WANTED] * self.end_blocks if target else [])
+        self._end_block_states = bytearray([BlockState.WANTED] * self.end_blocks if target else [])
 
     def _keep_run(self) -> list[int]:
         """Choose the target again if a block of the run, or its end, is lost. Only one unbroken run
@@ -452,7 +452,7 @@ class Meet:
         if not self._target:
             return []
         to_come = self._states[: self._target].translate(_TO_COME)
-        lost = BlockState.GONE in self._end_states
+        lost = BlockState.GONE in self._end_block_states
         if to_come[-1] and not lost and to_come.find(1) == to_come.rfind(0) + 1:
             return []
         lengths = run_lengths(to_come)
@@ -480,7 +480,7 @@ class Meet:
         if block < self.block_count:
             self._states[block] = state
         elif block in self.end_indices:
-            self._end_states[block - self.end_indices.start] = state
+            self._end_block_states[block - self.end_indices.start] = state
         return state
 
     def _block_of(self, token: int) -> int:

@@ -167,8 +167,9 @@ def look_ahead(
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return not_stored.span_s(x, view.prompt_tokens)
 
-    # A border before any other block gains nothing: no load depends on it. With end states, the
-    # device computes landed blocks left of the border.
+    # A border is the first block that is loaded, counted from the front. Only borders at a block
+    # that is to come matter, since no load depends on the others. With end states, the device
+    # computes landed blocks left of the border.
     candidates = present if view.end_blocks else wanted
     borders = range(candidates.rfind(1) + 2)
 

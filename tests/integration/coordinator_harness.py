@@ -73,9 +73,9 @@ class CountedStepCosts(StepCosts):
         super().__init__(*args, **kwargs)
         self.judged: list[str] = []
 
-    def is_worth_loading(self, record: PromptRecord, *args: Any) -> bool:
+    def should_load(self, record: PromptRecord, *args: Any) -> bool:
         self.judged.append(record.rid)
-        return super().is_worth_loading(record, *args)
+        return super().should_load(record, *args)
 
 
 class CoordinatorHarness(HeldReads):

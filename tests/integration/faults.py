@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_cake.integration.memory.copier import Copier, SlotCopy
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 
 
 class Fault(Exception):
@@ -42,7 +42,7 @@ class FaultyCopier(Copier):
         self.launched: list[bytes] = []
         self._late: list[Callable[[], None]] = []
 
-    def load(self, copy: SlotCopy, staged: StagedBlock) -> None:
+    def load(self, copy: SlotCopy, staged: HostBlock) -> None:
         data, later, kv = bytes(staged.buffer.view), super().load, copy.kv
 
         def launch(*args: Any) -> Copy:

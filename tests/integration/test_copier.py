@@ -10,7 +10,7 @@ import torch
 
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.integration.memory.copier import Copier, CopyThread, Save, SlotCopy
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 
 PATIENCE_S = 60.0
 SLOTS = torch.arange(4)
@@ -93,12 +93,12 @@ class CopierHarness:
         kv: Any = self.kv
         self.copier = CopyThread(kv, patience_s=patience_s)
 
-    def staged(self) -> StagedBlock:
+    def staged(self) -> HostBlock:
         buffer = self.pool.take()
         assert buffer is not None
-        return StagedBlock(buffer, self.pool.give, self._freed)
+        return HostBlock(buffer, self.pool.give, self._freed)
 
-    def _freed(self, staged: StagedBlock) -> None:
+    def _freed(self, staged: HostBlock) -> None:
         self.reasons.append((staged.used, staged.reason))
         self.copy_s.append(staged.copy_s)
         self.freed.release()
@@ -296,7 +296,7 @@ def test_copier_of_the_same_thread_completes_at_once() -> None:
     staged_pool = BufferPool([host_bytes()])
     buffer = staged_pool.take()
     assert buffer is not None
-    staged = StagedBlock(buffer, staged_pool.give, lambda _: None)
+    staged = HostBlock(buffer, staged_pool.give, lambda _: None)
     kv.ended.add(("load", buffer, ()))
     copy = slot_copy(kv)
     assert copy.begin()

@@ -137,7 +137,7 @@ def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> Non
         "loader.link_idle",
         "device_slots.stage",
         "device_slots.place",
-        "step_costs.blocks_ahead",
+        "step_costs.next_landings",
     ],
 )
 def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, where: str) -> None:

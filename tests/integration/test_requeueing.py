@@ -1184,7 +1184,7 @@ def test_coordinator_prompt_with_due_prefill_is_not_passed_by_whole_steps_of_a_h
         "passing_tokens",
         lambda rest, most, ends_s, n: passed.append(ends_s),
     )
-    monkeypatch.setattr(coordinator.step_costs, "rest_of_loads_s", lambda record: 0.1)
+    monkeypatch.setattr(coordinator.step_costs, "loads_s", lambda record: 0.1)
     coordinator.poll(["stored", "urgent"])
     coordinator.passing_tokens(urgent, 64)
     coordinator.live["stored"].queue.prefill_due = True

@@ -80,10 +80,10 @@ def test_step_costs_queue_on_the_device_makes_loading_worth_it(step_costs: StepC
     live.meet.found(stored)
     step_costs.agree(SharedCosts(COST, 0.0, loads.costs))
     live.agreed.tiers = loads.tiers
-    assert not step_costs.is_worth_loading(live, "auto", NOTHING)
-    assert step_costs.is_worth_loading(live, "auto", QUEUE)
-    assert not step_costs.is_worth_loading(live, "compute", QUEUE)
-    assert step_costs.is_worth_loading(live, "load", NOTHING)
+    assert not step_costs.should_load(live, "auto", NOTHING)
+    assert step_costs.should_load(live, "auto", QUEUE)
+    assert not step_costs.should_load(live, "compute", QUEUE)
+    assert step_costs.should_load(live, "load", NOTHING)
 
 
 def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCosts) -> None:

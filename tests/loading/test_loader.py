@@ -29,13 +29,13 @@ from sglang_cake.loading.loader import (
     ENDED_LOOKUP_S,
     BlockRead,
     Fetched,
+    HostBlock,
     Loader,
     LoaderEvent,
     LoaderStats,
     LoadRequest,
     LookedUp,
     Lost,
-    StagedBlock,
 )
 from sglang_cake.stores.base import LentBlock, Store, WrapperStore, read_until_s
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
@@ -1523,8 +1523,8 @@ def test_staged_block_is_used_if_any_holder_used_it_and_freed_by_the_last() -> N
         pool = buffer_pool(1)
         buffer = pool.take()
         assert buffer is not None
-        freed: list[StagedBlock] = []
-        staged = StagedBlock(buffer, pool.give, freed.append)
+        freed: list[HostBlock] = []
+        staged = HostBlock(buffer, pool.give, freed.append)
         assert staged.hold()
         staged.release(used=uses[0], reason="overtaken")
         assert freed == []

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 
 logger = logging.getLogger("sglang_cake")
 
@@ -139,7 +139,7 @@ class Copier:
 
     # ---- any thread; these return at once ----
 
-    def load(self, copy: SlotCopy, staged: StagedBlock) -> None:
+    def load(self, copy: SlotCopy, staged: HostBlock) -> None:
         """Copy a block into its slots, and then stop being a holder of `staged`."""
         self._post(lambda: self._load(copy, staged))
         self._hold_moves()
@@ -209,7 +209,7 @@ class Copier:
             begun.copy.wait()
             begun.end()
 
-    def _load(self, copy: SlotCopy, staged: StagedBlock) -> _UnderWay | None:
+    def _load(self, copy: SlotCopy, staged: HostBlock) -> _UnderWay | None:
         if not copy.launched.set_running_or_notify_cancel():
             staged.release(used=False, reason="cancelled")
             return None

@@ -24,7 +24,7 @@ from sglang_cake.integration.memory.copier import Copier, SlotCopy
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 from sglang_cake.loading.meet import BlockState
 
 
@@ -72,7 +72,7 @@ class DeviceSlots:
             return
         self._give(record, [b for b in blocks if b not in record.memory.slots])
 
-    def take_bytes(self, record: PromptRecord, block: int, staged: StagedBlock) -> bool:
+    def take_bytes(self, record: PromptRecord, block: int, staged: HostBlock) -> bool:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
         I/O thread. Returns whether `staged` was taken over."""
         copy = record.memory.slots.get(block)
@@ -81,7 +81,7 @@ class DeviceSlots:
         self._copier.load(copy, staged)
         return True
 
-    def stage(self, record: PromptRecord, block: int, staged: StagedBlock | None) -> None:
+    def stage(self, record: PromptRecord, block: int, staged: HostBlock | None) -> None:
         """The block has landed: every rank has its part of it. Args: staged: the bytes; None: they
         are being copied into the reserved slots."""
         copy = record.memory.slots.get(block)
@@ -92,7 +92,7 @@ class DeviceSlots:
             copy.begin()
             self._copier.load(copy, staged)
 
-    def refuse(self, record: PromptRecord, staged: StagedBlock | None, reason: str) -> None:
+    def refuse(self, record: PromptRecord, staged: HostBlock | None, reason: str) -> None:
         """The prompt has no use for a block that was loaded for it. Its bytes count as wasted.
 
         Args: staged: None: the copier has them; `discard` counts them.

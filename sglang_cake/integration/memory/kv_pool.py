@@ -41,7 +41,7 @@ MOST_PLACES = 16  # of one direction
 # what is decoded on a device).
 DECODING_BLOCKS = 5.5
 
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: a thread heeds its own captures alone
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: CUDA checks only captures of this thread
 
 # A point of the device's work: events that are recorded at it. On a CPU there are none.
 Fence = tuple[torch.cuda.Event, ...]
@@ -571,7 +571,7 @@ def copying_thread(device: torch.device) -> Iterator[None]:
 
 
 def exchange_capture_mode(mode: int) -> int:
-    """Set which captures of CUDA graphs the calling thread heeds, and return the former mode.
+    """Set which captures CUDA checks in calls of this thread, and return the former mode.
     Raises: RuntimeError."""
     given = ctypes.c_int(mode)
     exchange = capture_mode_exchange()

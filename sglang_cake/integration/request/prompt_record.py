@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.keys import KeyChain, Span
 from sglang_cake.loading.cost_model import PromptCosts, StepWork
-from sglang_cake.loading.loader import StagedBlock
+from sglang_cake.loading.loader import HostBlock
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (
     LoadProgress,
@@ -103,7 +103,7 @@ class LocalLoads:
 
     served_since_s: float
     link_idle: bool = False
-    fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
+    fetched: dict[int, HostBlock | None] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     given_up: bool = False
     stored: tuple[bool, ...] | None = None
@@ -180,7 +180,7 @@ class LoadMemory:
         wasted_bytes: bytes that were loaded for this prompt and not used.
     """
 
-    staged: dict[int, StagedBlock] = field(default_factory=dict)
+    staged: dict[int, HostBlock] = field(default_factory=dict)
     slots: "dict[int, SlotCopy]" = field(default_factory=dict)
     wasted_bytes: int = 0
 

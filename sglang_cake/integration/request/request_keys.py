@@ -22,10 +22,9 @@ class RequestKeys:
     Args:
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_rank: as for `KeyChain`.
-        covers_media: keys may cover the media of this model (`support_matrix.keys_media`).
 
     Attributes:
-        covers_media: as given.
+        covers_media: keys may cover the media of this model (`support_matrix.keys_media`).
         next_tokens: as for `KeyChain`.
         namespace: digest that seeds every key; None: not known, so no request has keys.
         suspended: the tree has KV of another namespace, so no request has keys.

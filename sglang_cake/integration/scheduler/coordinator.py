@@ -124,11 +124,10 @@ class Coordinator:
         lossy: KV from the store may differ from computed KV.
         end_blocks: blocks of one end state; 0: the model has none.
         tail_tokens: as in `EndStates`.
-        priority_sign: 1: requests of low priority go first; -1: requests of high priority go
-            first; 0: priorities do not count.
 
     Attributes:
-        priority_sign: as given.
+        priority_sign: 1: requests of low priority go first; -1: requests of high priority go
+            first; 0: priorities do not count.
         block_tokens: tokens of a whole block.
         keys: the keys of requests. `rebase` and `emptied` change what they name.
         store_detached: no store is in use, so no request is loaded.
@@ -634,12 +633,12 @@ class Coordinator:
         costs = self.step_costs.costs(record)
         if record.stats.predicted_s is None:
             when_free = self.step_costs.costs_when_free(record)
-            best_s = self.step_costs.outlook(record, when_free).best_s
+            best_s = self.step_costs.look_ahead(record, when_free).best_s
             record.stats.predicted_s = record.local_waited_s() + best_s
         step = self._next_step(record, record.meet.view(), chunk_tokens, costs)
         if step.wait:
             self.waiting = True
-            over_s = self.step_costs.rest_of_loads_s(record)
+            over_s = self.step_costs.loads_s(record)
             self._add_wait(record, over_s, record.device_work)
             self.loads_over_in_s = min(self.loads_over_in_s, step.wait_s, over_s)
             record.queue.prefill_due |= self._step.waiting_tokens < chunk_tokens
@@ -939,7 +938,7 @@ class Coordinator:
     ) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
         costs = self.step_costs
-        updates, shared = self._consensus.agree(awaiting, changed, costs.shared)
+        updates, shared = self._consensus.agree(awaiting, changed, costs.measured_here)
         costs.agree(shared)
         for record, update in zip(awaiting, updates, strict=True):
             lost = record.meet.wants_any(update.lost)
@@ -995,7 +994,7 @@ class Coordinator:
                         if other is None or not self._passes(other.req, record)
                     )
                     counted = sum(works, StepWork())
-                loads = self.step_costs.is_worth_loading(record, self._config.mode, counted)
+                loads = self.step_costs.should_load(record, self._config.mode, counted)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
@@ -1047,7 +1046,7 @@ class Coordinator:
                 blocks = [block for block in record.memory.staged if block < count]
                 self._device_slots.place(record, blocks)
         if with_memory is not None:
-            self._device_slots.reserve(with_memory, self.step_costs.blocks_ahead(with_memory))
+            self._device_slots.reserve(with_memory, self.step_costs.next_landings(with_memory))
         self.prompt_loads.serve(served, with_memory)
         self._step = _Step(passed=list(self._ends_of_loads(served[:PASSED])))
         if with_memory is not None and self.prompt_loads.lacks_buffers:
@@ -1063,7 +1062,7 @@ class Coordinator:
         for record in served:
             if not record.agreed.lookup_done or record.agreed.load_from is None:
                 continue
-            rest_s = self.step_costs.rest_of_loads_s(record)
+            rest_s = self.step_costs.loads_s(record)
             total_s += rest_s
             has_memory = record.queue.has_memory is not False and not record.agreed.link_idle
             if rest_s and has_memory:
@@ -1129,7 +1128,7 @@ class Coordinator:
         left out."""
         if record.queue.outlook is None:
             costs = self.step_costs.costs_alone(record)
-            record.queue.outlook = self.step_costs.outlook(record, costs)
+            record.queue.outlook = self.step_costs.look_ahead(record, costs)
         return record.queue.outlook
 
     def _has_memory_for(self, record: PromptRecord) -> bool:

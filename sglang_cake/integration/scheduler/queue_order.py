@@ -140,7 +140,7 @@ def may_yield(
         others_tokens += tokens
     prefill = coordinator.step_costs.costs(record).prefill
     step_s = prefill.step_s(0, min(others_tokens, budget.chunk_tokens))
-    return 0 < step_s <= coordinator.step_costs.rest_of_loads_s(record)
+    return 0 < step_s <= coordinator.step_costs.loads_s(record)
 
 
 def requeue(

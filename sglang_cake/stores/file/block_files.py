@@ -59,7 +59,7 @@ EVICTION_LOCK = "index.evict"  # locked by the process that holds the order of e
 DAMAGED = f"{INDEX}.damaged-"
 CORRUPT = "corrupt"
 DIGEST_OR_KEY = re.compile(r"[0-9a-f]{64}")
-SHARD = re.compile(r"[0-9a-f]{2}")
+FOLDER = re.compile(r"[0-9a-f]{2}")
 _OWNER = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})")
 TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
 

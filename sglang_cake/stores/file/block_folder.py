@@ -45,7 +45,7 @@ from sglang_cake.stores.file.namespace_descriptions import (
     NamespaceDescriptions,
     described_namespaces_in,
 )
-from sglang_cake.stores.file.scan import namespaces_in, remove_stale, shards_in
+from sglang_cake.stores.file.scan import block_folders_in, namespaces_in, remove_stale
 from sglang_cake.stores.reported_accesses import ReportedAccesses
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class BlockFolder:
     (index.py), so that the folder never holds more than its capacity.
 
     Attributes:
-        settings: as given.
+        settings: the folder, and how this process uses it.
         descriptions: of the namespaces. One that `check` takes is written with the first block.
         evictor: decides which blocks are evicted.
         supervisor: keeps the index open.
@@ -344,8 +344,8 @@ class BlockFolder:
         with os_errors(self._root):
             for digest in namespaces_in(self._root):
                 removed += remove_stale(self._root, digest.hex())[0]
-                for shard in shards_in(self._root, digest, remove_empty=True):
-                    removed += remove_stale(self._root, *shard)[0]
+                for folder_names in block_folders_in(self._root, digest, remove_empty=True):
+                    removed += remove_stale(self._root, *folder_names)[0]
             with self.supervisor.open() as index:
                 self.descriptions.remove_unused(index)
         return removed
@@ -479,17 +479,17 @@ class BlockFolder:
         Args:
             bad: status of the corrupt file.
         """
-        *shard, name = block_names(digest, key)
+        *folder_names, name = block_names(digest, key)
 
         def is_there() -> bool:
-            there = nofollow.status_of(self._root, *shard, name)
+            there = nofollow.status_of(self._root, *folder_names, name)
             return there is not None and os.path.samestat(there, bad)
 
         def move() -> bool:
-            nofollow.make_folder(self._root, shard[0], CORRUPT)
+            nofollow.make_folder(self._root, folder_names[0], CORRUPT)
             with (
-                nofollow.opened(self._root, *shard) as folder,
-                nofollow.opened(self._root, shard[0], CORRUPT) as aside,
+                nofollow.opened(self._root, *folder_names) as folder,
+                nofollow.opened(self._root, folder_names[0], CORRUPT) as aside,
             ):
                 asides = os.listdir(aside)
                 if name in asides or len(asides) >= MAX_SET_ASIDE or not is_there():
@@ -510,7 +510,7 @@ class BlockFolder:
             if not kept:
                 if not is_there():
                     return
-                nofollow.remove_file(self._root, *shard, name)
+                nofollow.remove_file(self._root, *folder_names, name)
             self._remove_folders(digest, key)
             self._log_corrupt(error, "set aside" if kept else "removed")
             self._forget(digest, key)
@@ -532,17 +532,17 @@ class BlockFolder:
 
         Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
         """
-        *shard, name = block_names(digest, key)
+        *folder_names, name = block_names(digest, key)
 
         def create() -> NewFile:
-            folder = nofollow.open_folder(self._root, *shard)
+            folder = nofollow.open_folder(self._root, *folder_names)
             sync = self.settings.fsync == "data"
             return NewFile(folder, name, sync=sync, direct=self.settings.direct_writes)
 
         def make_folders() -> None:
             self.descriptions.write(digest)
-            for depth in range(2, len(shard) + 1):
-                nofollow.make_folder(self._root, *shard[:depth])
+            for depth in range(2, len(folder_names) + 1):
+                nofollow.make_folder(self._root, *folder_names[:depth])
 
         return nofollow.in_folders(self._root, create, make_folders)
 

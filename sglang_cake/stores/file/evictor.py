@@ -445,10 +445,10 @@ class Evictor:
 
     def _evict(self, index: BlockIndex, block: IndexedBlock) -> bool:
         """Remove the file of a block, its empty folders, and last its row; False if it is read."""
-        *shard, name = block_names(block.namespace, block.key)
-        if not nofollow.remove_unread(self._root, *shard, name):
+        *folder_names, name = block_names(block.namespace, block.key)
+        if not nofollow.remove_unread(self._root, *folder_names, name):
             return False
-        nofollow.remove_empty(self._root, *shard)
+        nofollow.remove_empty(self._root, *folder_names)
         index.drop(block)
         return True
 

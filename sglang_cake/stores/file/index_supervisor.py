@@ -474,14 +474,14 @@ class IndexSupervisor:
             self._descriptions.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
 
     def _reclaim_block(self, index: BlockIndex, block: IndexedBlock) -> None:
-        *shard, name = block_names(block.namespace, block.key)
-        _, living = remove_stale(self._root, *shard)
+        *folder_names, name = block_names(block.namespace, block.key)
+        _, living = remove_stale(self._root, *folder_names)
         if block.owner in living:  # a slow writer
             return
-        if nofollow.file_bytes(self._root, *shard, name) is not None:
+        if nofollow.file_bytes(self._root, *folder_names, name) is not None:
             index.commit(block)
         else:
-            nofollow.remove_empty(self._root, *shard)
+            nofollow.remove_empty(self._root, *folder_names)
             index.drop(block)
 
     @contextlib.contextmanager

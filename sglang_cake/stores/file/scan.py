@@ -16,8 +16,8 @@ from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import (
     CORRUPT,
     DIGEST_OR_KEY,
+    FOLDER,
     INDEX,
-    SHARD,
     TMP,
     owner_of,
     this_boot,
@@ -40,7 +40,7 @@ def namespaces_in(root: Path) -> list[Digest]:
     return [Digest(bytes.fromhex(name)) for name in names]
 
 
-def shards_in(
+def block_folders_in(
     root: Path,
     digest: Digest,
     *,
@@ -56,9 +56,9 @@ def shards_in(
     Raises: OSError.
     """
     name = digest.hex()
-    for first in filter(SHARD.fullmatch, nofollow.folders_in(root, name, leaves_out=leaves_out)):
+    for first in filter(FOLDER.fullmatch, nofollow.folders_in(root, name, leaves_out=leaves_out)):
         inner = nofollow.folders_in(root, name, first, leaves_out=leaves_out)
-        for second in filter(SHARD.fullmatch, inner):
+        for second in filter(FOLDER.fullmatch, inner):
             yield name, first, second
             if remove_empty:
                 nofollow.remove_empty(root, name, first, second)
@@ -98,8 +98,8 @@ def block_bytes_in(root: Path) -> int:
     return sum(
         status.st_blocks * 512
         for digest in namespaces_in(root)
-        for shard in shards_in(root, digest, leaves_out=leaves_out)
-        for _, status in _block_files(root, shard, leaves_out)
+        for folder_names in block_folders_in(root, digest, leaves_out=leaves_out)
+        for _, status in _block_files(root, folder_names, leaves_out)
     )
 
 
@@ -121,17 +121,19 @@ def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
             for block in batch:
                 yield BlockInfo(block.key, block.usage.stored_bytes, block.usage.used_s)
             after = batch[-1].key
-    for shard in shards_in(root, digest):
-        for key, status in _block_files(root, shard):
+    for folder_names in block_folders_in(root, digest):
+        for key, status in _block_files(root, folder_names):
             if key > after:
                 used_s = max(status.st_atime, status.st_mtime)
                 yield BlockInfo(key, status.st_blocks * 512, used_s)
 
 
 def _block_files(
-    root: Path, shard: tuple[str, str, str], leaves_out: LeavesOut = is_lasting
+    root: Path, folder_names: tuple[str, str, str], leaves_out: LeavesOut = is_lasting
 ) -> Iterator[tuple[BlockKey, os.stat_result]]:
-    for name, status in nofollow.files_in(root, *shard, like=DIGEST_OR_KEY, leaves_out=leaves_out):
+    for name, status in nofollow.files_in(
+        root, *folder_names, like=DIGEST_OR_KEY, leaves_out=leaves_out
+    ):
         yield BlockKey(bytes.fromhex(name)), status
 
 
@@ -154,9 +156,9 @@ def scanned_files_in(root: Path, digest: Digest, leaves_out: LeavesOut) -> Itera
         taken_bytes = on_disk_bytes(root, status.st_blocks * 512)
         return ScannedFile(key, taken_bytes, status.st_mtime, max(status.st_atime, status.st_mtime))
 
-    for shard in shards_in(root, digest, remove_empty=True, leaves_out=leaves_out):
-        remove_stale(root, *shard, leaves_out=leaves_out)
-        for key, status in _block_files(root, shard, leaves_out):
+    for folder_names in block_folders_in(root, digest, remove_empty=True, leaves_out=leaves_out):
+        remove_stale(root, *folder_names, leaves_out=leaves_out)
+        for key, status in _block_files(root, folder_names, leaves_out):
             yield found(key, status)
     for _, status in nofollow.files_in(root, digest.hex(), CORRUPT, leaves_out=leaves_out):
         yield found(None, status)
@@ -192,7 +194,7 @@ def remove_stale(
 def remove_empty_folders(root: Path, digest: Digest) -> None:
     """Remove the empty folders inside of the folder of a namespace, as far as that is possible."""
     with contextlib.suppress(OSError):
-        for _ in shards_in(root, digest, remove_empty=True):
+        for _ in block_folders_in(root, digest, remove_empty=True):
             pass
     nofollow.remove_empty(root, digest.hex(), CORRUPT)
 
