@@ -2,7 +2,8 @@
 
 `race`: one race over a long prompt, all of it stored: in every step some blocks land at the end,
 and a chunk is computed at the front, until they meet. `queue`: many prompts that wait, every second
-one of them stored, beside a full device: each step polls and sorts, and computes nothing.
+one of them stored, beside a full device that decodes: each step polls and sorts, and computes none
+of them.
 
 `Coordinator`, `Meet`, `next_step` and
 `RankConsensus` are the product's; the loader and the device are replaced by stubs that do nothing,
@@ -38,6 +39,7 @@ from sglang_cake.testing.scheduler_loop import LoopRequest
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
 CHUNK_TOKENS = 512
+DECODE_STEP_S = 0.015  # between two polls of a queue
 PHASES = ("poll", "attach_islands", "plan", "claimed")
 
 
@@ -165,6 +167,7 @@ def queue(waiting: int, prompt_tokens: int = 4_000, polls: int = 20) -> dict[str
         loader.events.append(LookedUp(load_id, stored, (), bytes(blocks)))
     took: dict[str, list[float]] = {"poll": [], "sort": []}
     for _ in range(polls):
+        time.sleep(DECODE_STEP_S)
         rids = [req.rid for req in reqs]
         took["poll"].append(_cpu_s(partial(coordinator.poll, rids)))
         took["sort"].append(_cpu_s(partial(sort_queue, cast(Any, reqs), coordinator)))
