@@ -146,29 +146,29 @@ def resolve_once(original: Any, record: "ServerArgs") -> None:
                 _install_actors()
             _set(record, "_cake_checked", True)
     except ConfigError as error:
-        _withdraw()
+        _disable_children()
         if getattr(record, "_cake_on_cli", False):
             _exit(error)
         raise
     if config is None:
-        _withdraw()
+        _disable_children()
     else:
-        _hand_over()
+        _enable_children()
         response_stats.install_meta_info()
         admin_api.install(config)
 
 
-def is_handed_over() -> bool:
+def is_enabled_child() -> bool:
     """Whether this process is the child of a launcher that enabled cake."""
     return os.environ.get(ENABLED_ENV) == "1"
 
 
-def take_over(record: "ServerArgs") -> bool:
+def enable_children(record: "ServerArgs") -> bool:
     """Set the variable that a child of the launcher inherits, in a worker of Ray. Returns whether
     the server has cake."""
     if _config_of(record) is None:
         return False
-    _hand_over()
+    _enable_children()
     return True
 
 
@@ -200,7 +200,7 @@ def _configure(record: "ServerArgs", enable: bool, given: dict[str, Any], *, on_
     spell = as_flag if on_cli else "cake_{}".format
     switch = "--enable-cake" if on_cli else "enable_cake=True"
     if not enable and not _wants_cake(record):
-        _withdraw()
+        _disable_children()
         if given:
             raise ConfigError(f"{spell(next(iter(given)))} has no effect without {switch}: add it")
         return record
@@ -216,7 +216,7 @@ def _configure(record: "ServerArgs", enable: bool, given: dict[str, Any], *, on_
         record.cuda_graph_backend_prefill = "disabled"  # a shared forward may end between layers
     _set(record, "_cake_config", config)
     _set(record, "_cake_on_cli", on_cli)
-    _hand_over()
+    _enable_children()
     return record
 
 
@@ -347,11 +347,11 @@ def _exit(error: ConfigError) -> NoReturn:
     raise SystemExit(2) from None
 
 
-def _hand_over() -> None:
+def _enable_children() -> None:
     """Have children of this process load all hooks."""
     os.environ[ENABLED_ENV] = "1"
 
 
-def _withdraw() -> None:
-    """Undo `_hand_over`, so that a server without cake inherits nothing."""
+def _disable_children() -> None:
+    """Undo `_enable_children`, so that a server without cake inherits nothing."""
     os.environ.pop(ENABLED_ENV, None)

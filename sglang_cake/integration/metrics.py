@@ -29,7 +29,10 @@ _HELP = {
     "load_failures": "Reads and lookups that failed, by reason.",
     "fallback": "Prompts whose stored KV was all computed or all loaded, by side.",
     "repeated_lookups": "Lookups repeated because the tree evicted KV of a waiting request.",
-    "unnamed_requests": "Requests left to SGLang because the digest of the weights was not known.",
+    "unnamed_requests": (
+        "Requests left to SGLang because the digest of the weights or of the LoRA adapter was not "
+        "known, or the tree had KV of another namespace."
+    ),
     "unkeyed_requests": "Requests left to SGLang because keys do not cover their KV, by reason.",
     "read_blocks": "Blocks read from the store.",
     "read_bytes": "Bytes of blocks read from the store, encoded and with header.",

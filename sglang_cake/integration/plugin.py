@@ -28,7 +28,7 @@ def register() -> None:
     around(f"{_SERVER_ARGS}.from_cli_args", flags.from_cli_args)
     around(f"{_SERVER_ARGS}.resolve_once", flags.resolve_once)
     _accept_engine_keywords()
-    if flags.is_handed_over():
+    if flags.is_enabled_child():
         # Imported here since these imports are heavy, and a server without cake must not change.
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 

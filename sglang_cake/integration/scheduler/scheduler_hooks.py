@@ -51,7 +51,7 @@ def install() -> None:
     register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
     register(f"{_SCHEDULER}.optimistic_release_and_requeue", _starts_over, HookType.AFTER)
     register(f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", _send_prefix, HookType.AROUND)
-    register(f"{_SCHEDULER}.send_kv_chunk", _hand_over, HookType.BEFORE)
+    register(f"{_SCHEDULER}.send_kv_chunk", _send_digest, HookType.BEFORE)
     register(f"{_BATCH}.prepare_for_extend", _prepare, HookType.AROUND, unsafe=True)
     # If it fails, the tree may have KV of another namespace.
     register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER, unsafe=True)
@@ -185,7 +185,7 @@ def _send_prefix(original: Any, scheduler: "Scheduler", req: "Req", **options: b
         original(scheduler, req, allow_send=False)
 
 
-def _hand_over(
+def _send_digest(
     scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
     """Send the digest of a prompt with its last KV, for the decode server to compare."""

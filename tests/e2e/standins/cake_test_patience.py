@@ -14,7 +14,7 @@ def register() -> None:
     from sglang_cake.integration import flags
 
     # These imports are heavy, so only in the scheduler's process.
-    if IMPATIENT in os.environ or not flags.is_handed_over():
+    if IMPATIENT in os.environ or not flags.is_enabled_child():
         return
     from sglang_cake.integration.memory import copier
     from sglang_cake.loading.loader import Loader
