@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
+
 from fake_cuda import FakeEvent, install
 from hybrid_trees import tree_of
 from kv_pools import Staging, allocator_of, as_bytes, buffers_for, buffers_of, mha, record_of

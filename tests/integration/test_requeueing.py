@@ -1302,7 +1302,7 @@ def test_waiting_request_that_the_step_has_no_tokens_for_attaches_nothing(
     evicted before it is admitted."""
     sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
     monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
-    monkeypatch.setattr(f"{sglangs}._replay_len", lambda *args: 0)
+    monkeypatch.setattr(f"{sglangs}._replay_len", lambda *args: 0, raising=False)
     monkeypatch.setattr(
         f"{sglangs}._check_prefill_budget", lambda adder, req, **kwargs: (True, tokens)
     )
