@@ -1,9 +1,10 @@
 """The coordinator, driven as SGLang drives it, with a store whose reads the test releases."""
 
+import asyncio
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -529,6 +530,59 @@ def test_coordinator_as_many_prompts_stay_near_as_are_near_and_others_give_all_b
         assert not any(harness.coordinator.loading(req) for req in one)
         harness.poll(*one, *two, *three, times=3)
         assert all(harness.coordinator.loading(req) for req in one)
+
+
+class HeldLookups(WrapperStore):
+    """Attributes: answers: until it is set, no lookup is answered."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        await self.answers.wait()
+        return await super().contains(keys)
+
+
+@pytest.mark.parametrize("polls", [0, 1])
+def test_coordinator_prompt_that_is_far_before_its_lookup_is_known_holds_no_buffer(
+    polls: int,
+) -> None:
+    """Its reads began by themselves, and later prompts of a higher priority have passed it."""
+    with CoordinatorHarness(store=HeldLookups) as harness:
+        req = harness.readable(4.5)
+        harness.io.post(harness.front.answers.clear)
+        harness.arrive(req)
+        harness.poll(req, times=polls)
+        before = crowd(harness, NEAR)
+        harness.poll(*before, req, times=1 - polls)
+        harness.io.post(harness.front.answers.set)
+        harness.settle()
+        harness.poll(*before, req, times=2)
+        assert harness.coordinator.is_far(req)
+        assert harness.staging.free == harness.staging.capacity
+        harness.poll(req, times=3)
+        assert harness.coordinator.live[req.rid].meet.landed_blocks == 4
+
+
+def test_coordinator_prompt_that_is_far_holds_no_block_that_came_as_its_loads_were_refused(
+    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req, keys = harness.stored(4.5)
+
+    def refuse(record: PromptRecord, *args: Any) -> bool:
+        harness.open(keys[3])
+        return False
+
+    monkeypatch.setattr(harness.step_costs, "is_worth_loading", refuse)
+    harness.arrive(req)
+    harness.poll(req)
+    assert harness.staging.free == harness.staging.capacity - 1
+    before = crowd(harness, NEAR)
+    harness.poll(*before, req)
+    assert harness.coordinator.is_far(req)
+    assert harness.staging.free == harness.staging.capacity
 
 
 def test_coordinator_far_prompts_have_waited_since_their_first_poll(

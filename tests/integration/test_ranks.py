@@ -189,6 +189,27 @@ def test_ranks_poll_failing_on_one_rank_leaves_the_same_requests_far(
     assert [type(each) for each in raised if each is not None] == [Fault]
 
 
+def test_ranks_prompt_that_is_far_before_its_lookup_is_known_holds_no_buffer(
+    ranks: TwoRanks,
+) -> None:
+    """One rank has its blocks by then, the other one none. Both load it once it is near again."""
+    one, late = ranks.harnesses
+    reqs = [req_of(4.5) for _ in ranks.harnesses]
+    one.open(*one.fill(reqs[0].origin_input_ids, set(range(4))))
+    keys = late.fill(reqs[1].origin_input_ids, set(range(4)))
+    crowds = [[FakeReq(f"c{i}", array("q", [i])) for i in range(NEAR)] for _ in range(2)]
+    for pair in [reqs, *zip(*crowds, strict=True)]:
+        for harness, req in zip(ranks.harnesses, pair, strict=True):
+            harness.arrive(req)
+    assert len(late.slow.waiting) == 2
+    rids = [req.rid for req in crowds[0]]
+    ranks.agree(*rids, "r")
+    assert [harness.staging.free for harness in ranks.harnesses] == [one.staging.capacity] * 2
+    late.open(*keys)
+    ranks.agree("r", *rids)
+    assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
+
+
 def without_memory(harness: CoordinatorHarness) -> None:
     harness.copier.errors |= {harness.block(number): NO_MEMORY for number in range(4)}
 

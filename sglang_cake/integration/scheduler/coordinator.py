@@ -187,6 +187,8 @@ class Coordinator:
         self._near: frozenset[str] = frozenset()
         self._far: frozenset[str] = frozenset()
         self._kept: frozenset[str] = frozenset()
+        # Ids of prompts whose loads may have begun before the ranks decided whether to load.
+        self._undecided: dict[str, None] = {}
         self._fcfs = FcfsSchedule(lambda tokens: step_costs.queue_s(work_of(*tokens)))
         # How many prompts were in prefill, or waited for it, at the last poll; and since then.
         self._prompt_count = 0
@@ -261,6 +263,7 @@ class Coordinator:
         if self._prompt_count + self._arrived_count <= NEAR:
             ahead = self._work_before() if self._ahead is None else self._ahead
             self._ahead = ahead + record.device_work
+            self._undecided[record.rid] = None
         self._look_up(record, ahead)
         self._reporter.write_event(
             record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens
@@ -449,10 +452,12 @@ class Coordinator:
         serving = [*itertools.islice(served, NEAR), *passed[:NEAR]]
         self._near = frozenset(serving)
         self._far = frozenset(served) - self._near
+        undecided = [rid for rid in self._undecided if rid in self._far]
+        left = dict.fromkeys([*passed[NEAR:], *undecided])
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
-        self._attempt(failures, lambda: self._begin_far(passed[NEAR:]))
+        self._attempt(failures, lambda: self._begin_far(left))
         self._attempt(failures, lambda: self._take_events(step_s))
         awaiting, changed = self._vote(serving)
         for rid, prompt in self._without_keys.items():
@@ -464,6 +469,7 @@ class Coordinator:
             waiting = [rid for rid in serving if rid != chunked]
             self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
             awaiting, changed = self._vote(serving)
+        self._undecided = {r.rid: None for r in awaiting if not r.agreed.lookup_done}
         if awaiting:  # the reduction comes first, and takes place whatever fails
             self._attempt(
                 failures, lambda: self._reconsider(self._agree(awaiting, changed), serving)
@@ -864,12 +870,14 @@ class Coordinator:
         self._device_slots.check_copies()
 
     def _begin_far(self, rids: Iterable[str]) -> None:
-        """More requests than may stay near were passed: these give all back, as if they had just
-        arrived."""
+        """These requests are far now, and may have blocks in host memory. They give all back, as if
+        they had just arrived. A rank may do so alone, since ranks agree on nothing of requests that
+        are far."""
         for record in [self._records[rid] for rid in rids if rid in self._records]:
-            self.prompt_loads.stop_loading(record, "ended")
-            load_id = f"{record.rid}#{next(self._numbers)}"
-            self._look_up(record.looked_up_anew(load_id, record.meet.front), None)
+            if record.awaits_loader:  # otherwise another request with this id is far
+                self.prompt_loads.stop_loading(record, "ended")
+                load_id = f"{record.rid}#{next(self._numbers)}"
+                self._look_up(record.looked_up_anew(load_id, record.meet.front), None)
 
     def _look_up_evicted(self, rids: Sequence[str]) -> None:
         """Repeat the lookup of a waiting request whenever the tree has evicted more of its blocks
