@@ -507,17 +507,20 @@ def test_coordinator_prompts_that_load_nothing_are_far_once_others_pass_them(
     assert [auto.coordinator.is_far(req) for req in reqs] == [True] * 2 * NEAR + [False] * NEAR
 
 
+def groups_of_near(harness: CoordinatorHarness, count: int) -> list[list[FakeReq]]:
+    """So many groups of NEAR stored prompts."""
+    groups = []
+    for group in range(count):
+        groups.append([FakeReq(f"{group}-{i}", array("q", [group, i] * 12)) for i in range(NEAR)])
+        for req in groups[-1]:
+            harness.fill(req.origin_input_ids, {0})
+            harness.arrive(req)
+    return groups
+
+
 def test_coordinator_as_many_prompts_stay_near_as_are_near_and_others_give_all_back() -> None:
     with CoordinatorHarness(mode="load", staging=4) as harness:
-        groups = []
-        for group in range(3):
-            groups.append(
-                [FakeReq(f"{group}-{i}", array("q", [group, i] * 12)) for i in range(NEAR)]
-            )
-            for req in groups[-1]:
-                harness.fill(req.origin_input_ids, {0})
-                harness.arrive(req)
-        one, two, three = groups
+        one, two, three = groups = groups_of_near(harness, 3)
 
         def far(group: list[FakeReq]) -> set[bool]:
             return {harness.coordinator.is_far(req) for req in group}
@@ -530,6 +533,26 @@ def test_coordinator_as_many_prompts_stay_near_as_are_near_and_others_give_all_b
         assert not any(harness.coordinator.loading(req) for req in one)
         harness.poll(*one, *two, *three, times=3)
         assert all(harness.coordinator.loading(req) for req in one)
+
+
+def test_coordinator_prompts_that_give_all_back_after_the_store_is_detached_are_computed() -> None:
+    with CoordinatorHarness(mode="load", staging=4) as harness:
+        one, two, three = groups_of_near(harness, 3)
+        harness.poll(*one, *two, *three, times=2)
+        harness.poll(*two, *one, *three, times=2)
+        arrivals = [harness.coordinator.queue_entry(req).arrival for req in one]
+        harness.coordinator.store_detached = True
+        harness.loader.use(None, [2])
+        harness.poll(*three, *two, *one)
+        harness.poll(*one, *two, *three, times=2)
+        assert not any(harness.coordinator.loading(req) for req in one)
+        assert not any(harness.coordinator.awaits_lookup(req) for req in one)
+        assert all(harness.coordinator.loading(req) for req in two), "from the former store"
+        assert [harness.coordinator.queue_entry(req).arrival for req in one] == arrivals
+        while not harness.step(one[0]):
+            harness.poll(*one, *two, *three)
+        check_report(one[0])
+        assert one[0].customized_info["cake"][0]["loaded_tokens"] == 0
 
 
 class HeldLookups(WrapperStore):

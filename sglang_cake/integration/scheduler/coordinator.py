@@ -871,13 +871,18 @@ class Coordinator:
 
     def _begin_far(self, rids: Iterable[str]) -> None:
         """These requests are far now, and may have blocks in host memory. They give all back, as if
-        they had just arrived. A rank may do so alone, since ranks agree on nothing of requests that
-        are far."""
+        they had just arrived; without a store they are computed. A rank may do so alone, since
+        ranks agree on nothing of requests that are far."""
         for record in [self._records[rid] for rid in rids if rid in self._records]:
             if record.awaits_loader:  # otherwise another request with this id is far
                 self.prompt_loads.stop_loading(record, "ended")
                 load_id = f"{record.rid}#{next(self._numbers)}"
-                self._look_up(record.looked_up_anew(load_id, record.meet.front), None)
+                anew = record.looked_up_anew(load_id, record.meet.front)
+                if self.store_detached:
+                    self._keep(anew)
+                    self.prompt_loads.nothing_stored(anew)
+                else:
+                    self._look_up(anew, None)
 
     def _look_up_evicted(self, rids: Sequence[str]) -> None:
         """Repeat the lookup of a waiting request whenever the tree has evicted more of its blocks

@@ -112,6 +112,11 @@ class PromptLoads:
                 self._device_slots.refuse(record, record.local.fetched.pop(block), "peer")
         self._set_run(record)
 
+    def nothing_stored(self, record: PromptRecord) -> None:
+        """Without a store there is no lookup, and no block to load."""
+        record.agreed.lookup_done = True
+        record.agreed.stored = (False,) * record.key_chain.block_count(len(record.tokens))
+
     def used_while_read(self, record: PromptRecord, block: int) -> None:
         """An overlapped last step used this block, which has been fetched since."""
         staged = record.local.fetched.pop(block)
