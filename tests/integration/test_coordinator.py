@@ -1341,6 +1341,22 @@ def test_coordinator_later_prompt_has_a_limit_while_an_earlier_one_is_loaded() -
         assert harness.limit() is None, "it could not be admitted when its loads are over"
 
 
+def test_coordinator_prompt_that_a_decode_server_is_not_ready_for_limits_no_other() -> None:
+    """It could not be admitted when its loads are over."""
+    with Passing() as harness:
+        for req in harness.loaded, harness.other:
+            harness.arrive(req)
+        rids = ["other", "loaded"]
+        for _ in range(3):
+            harness.coordinator.poll(rids, handshaking={"loaded"})
+            harness.settle()
+        assert harness.limit() is None
+        assert not harness.coordinator.keeps_far_waiting
+        harness.coordinator.poll(rids)
+        assert harness.limit() == 4 * PAGE
+        assert harness.coordinator.keeps_far_waiting
+
+
 def test_coordinator_scheduler_sleeps_no_longer_for_a_prompt_without_a_part_than_loads_take() -> (
     None
 ):

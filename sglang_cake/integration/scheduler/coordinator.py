@@ -476,7 +476,7 @@ class Coordinator:
             )
         ready = [rid for rid in serving if rid not in handshaking]
         self._attempt(failures, lambda: self._schedule_fcfs(ready, went_on=went_on))
-        self._attempt(failures, lambda: self._serve(serving))
+        self._attempt(failures, lambda: self._serve(serving, handshaking))
         if awaiting:
             if not self._consensus.alone:
                 self._attempt(failures, self._end_failed_copies)
@@ -1045,7 +1045,7 @@ class Coordinator:
         now_s = self.prompt_loads.now_s
         self._fcfs.polled(now_s, ready, rest=self._rest, matched=matched, went_on=went_on)
 
-    def _serve(self, serving: Sequence[str]) -> None:
+    def _serve(self, serving: Sequence[str], handshaking: Collection[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
         served = [record for record in live if record.uses_link]
         # The first prompt with device memory may use all staging buffers, since its blocks leave
@@ -1061,7 +1061,8 @@ class Coordinator:
         if with_memory is not None:
             self._device_slots.reserve(with_memory, self.step_costs.next_landings(with_memory))
         self.prompt_loads.serve(served, with_memory)
-        self._step = _Step(passed=list(self._ends_of_loads(served[:PASSED])))
+        passed = [record for record in served if record.rid not in handshaking]
+        self._step = _Step(passed=list(self._ends_of_loads(passed[:PASSED])))
         if with_memory is not None and self.prompt_loads.lacks_buffers:
             self._make_room(with_memory, live)
 
