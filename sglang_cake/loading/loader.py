@@ -470,7 +470,11 @@ class Loader:
         self._counters = counters
         self._depths = depths
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
-        self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
+        self._queues: set[_PromptQueue] = set()  # I/O thread only; of all live prompts
+        # Those of `order`, and those whose blocks may be read since, in order of service. All other
+        # prompts cost a read nothing, however many wait. I/O thread only.
+        self._served: dict[_PromptQueue, None] = {}
+        self._reading: set[_StoreReads] = set()  # stores with reads under way; I/O thread only
         self._staged: dict[BlockKey, HostBlock] = {}
         # One call for each block whose memory came back. The I/O thread makes them before it starts
         # another read.
@@ -564,7 +568,7 @@ class Loader:
             if block is None:
                 self._io.post(self._pause, queue)
             elif block < before:
-                self._io.post(self._start_reads)
+                self._io.post(self._resume, queue)
 
     def set_run(self, load_id: str, run: range) -> None:
         """Only the blocks of `run`, and the end after it, are still wanted of a prompt whose model
@@ -632,7 +636,7 @@ class Loader:
     # ---- I/O thread ----
 
     def _begin(self, queue: _PromptQueue) -> None:
-        self._queues.append(queue)
+        self._queues.add(queue)
         queue.lookup = asyncio.ensure_future(self._look_up(queue))
         queue.lookup.add_done_callback(_log_failure)
 
@@ -672,7 +676,7 @@ class Loader:
             if not request.loads_now(usable, self._loads_in(tiers)):
                 queue.load_from = request.index_count
         self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends), tiers))
-        self._start_reads()  # before the scheduler wakes: blocks that are lent are there at once
+        self._resume(queue)  # before the scheduler wakes: blocks that are lent are there at once
         self._wake()
         if request.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
@@ -711,7 +715,8 @@ class Loader:
             self._take_freed()
             while not self._closed and self._start_next():
                 pass
-            if not any(queue.link.reads for queue in self._queues):
+            self._reading = {link for link in self._reading if link.reads}
+            if not self._reading:
                 self._awaits_memory = True
             if not self._freed:
                 break
@@ -739,7 +744,7 @@ class Loader:
         """The prompt that is served next, and the position in its `todo` of the block to start."""
         # Only one prompt may use the last quarter of the buffers.
         readable: dict[_StoreReads, set[int]] = {}  # tiers that may be read
-        for queue in self._queues:
+        for queue in self._served:
             link = queue.link
             if link not in readable:
                 readable[link] = set(filter(link.may_read, link.counts))
@@ -796,8 +801,14 @@ class Loader:
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
         self._may_use_all_buffers = may_use_all_buffers
-        positions = {queue: position for position, queue in enumerate(queues)}
-        self._queues.sort(key=lambda queue: positions.get(queue, len(queues)))
+        others = (queue for queue in self._served if queue.has_next)
+        self._served = dict.fromkeys([*queues, *others])
+        self._start_reads()
+
+    def _resume(self, queue: _PromptQueue) -> None:
+        """Blocks of the prompt may be worth loading now."""
+        if queue.has_next and queue in self._queues:
+            self._served.setdefault(queue)
         self._start_reads()
 
     def _start(self, queue: _PromptQueue, block: int) -> bool:
@@ -819,6 +830,7 @@ class Loader:
         read = _SharedRead(key, queue.link, queue.tier(block), BlockRead(buffer))
         read.join(queue, block)
         queue.link.add(read)
+        self._reading.add(queue.link)
         read.task = asyncio.ensure_future(self._fetch(read, buffer))
         read.task.add_done_callback(lambda task: self._done(read, buffer, task))
         return True
@@ -999,7 +1011,9 @@ class Loader:
     def _set_run(self, queue: _PromptQueue, run: range) -> None:
         """Stop reads of blocks that are not wanted any more, and start others."""
         if queue in self._queues:
-            self._keep_reads(queue, queue.want(run))
+            wanted = queue.want(run)
+            self._served.setdefault(queue)
+            self._keep_reads(queue, wanted)
 
     def _keep_reads(self, queue: _PromptQueue, blocks: Container[int]) -> None:
         """From now on the prompt waits only for reads of `blocks`."""
@@ -1013,6 +1027,7 @@ class Loader:
 
     def _cancel(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)
+        self._served.pop(queue, None)
         if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first
             asyncio.get_running_loop().call_later(ENDED_LOOKUP_S, queue.lookup.cancel)
         queue.todo.clear()

@@ -1,6 +1,7 @@
 """The loader on its real thread, with stores that the test holds by the hand."""
 
 import asyncio
+import sys
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, Stor
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, Namespace
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.threads import IoThread, wait_uncancelled
+from sglang_cake.loading import loader
 from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, TierLoads
 from sglang_cake.loading.loader import (
     ENDED_LOOKUP_S,
@@ -319,6 +321,38 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     assert harness.pool.free == harness.pool.capacity
     assert harness.wasted() == {}
     assert harness.loader.cost.block_s != 1.0
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_loader_lookup_and_reads_cost_the_same_however_many_prompts_load_nothing(
+    harness: LoaderHarness, load: bool
+) -> None:
+    """Measured in calls of the loader's functions on the I/O thread."""
+    calls: list[str] = []
+
+    def called(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename == loader.__file__:
+            calls.append(frame.f_code.co_name)
+
+    counts = []
+    for waiting in 10, 200:
+        for name in range(waiting):
+            tokens, _ = harness.stored(2, name=name)
+            harness.begin(f"{waiting}-{name}", tokens, load=False)
+        harness.settle()
+        tokens, keys = harness.stored(4, name=1000 + waiting)
+        harness.open(*keys)
+        calls.clear()
+        harness.io.post(sys.setprofile, called)
+        harness.begin(f"last {waiting}", tokens, load=load)
+        harness.settle()
+        harness.io.post(sys.setprofile, None)
+        harness.settle()
+        assert len([rid for rid, _ in harness.landed() if rid == f"last {waiting}"]) == 4 * load
+        harness.loader.cancel(f"last {waiting}")
+        harness.release()
+        counts.append(Counter(calls))
+    assert counts[0] == counts[1]
 
 
 class TwoPlaces(WrapperStore):
