@@ -42,8 +42,10 @@ _SLOWEST_GROUP = 8.0  # a group counts as at most this many times the average
 # Units that bring the five features of a step to about the same size.
 _UNIT = np.array((1.0, 512.0, 512.0 * 512.0, 8.0, 8192.0))
 
-# How far off the prior may be where nothing is known, as a share of the first step.
+# How far off the prior may be at least: as a share of the first step, where nothing is known, and
+# as a share of the model's guess. A remembered cost of 0 would be taken for certain otherwise.
 _UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2, 0.0))
+_GUESS_DOUBT = 0.5
 # SGLang runs no graph that would pad a step to more than so many times its tokens.
 _MOST_PADDING = 2
 
@@ -213,9 +215,10 @@ class PrefillFit:
     """
 
     def __init__(self, prior: PrefillCost) -> None:
-        self._prior = _vector(prior)
+        self._guess = _vector(prior)
+        self._prior = self._guess
         self._scale = 1.0
-        self._first_s = 0.0  # what the first step took
+        self._least_spread: Matrix = np.zeros(5)  # of the prior
         self._products: Matrix = np.zeros((5, 5))  # sum of w x x'
         self._targets: Matrix = np.zeros(5)  # sum of w x y
         self._graph_tokens = prior.graph_tokens
@@ -254,7 +257,8 @@ class PrefillFit:
             took_s = min(took_s, expected_s * (1 + _OUTLIER))
         else:
             self._scale = took_s / expected_s
-            self._first_s = took_s
+            guess = self._guess * (took_s / max(float(self._guess @ x), _SHORTEST_S))
+            self._least_spread = np.maximum(_UNKNOWN * took_s, _GUESS_DOUBT * guess)
             expected_s = took_s
             error = _FIRST_ERROR
         self._seen += 1
@@ -264,7 +268,7 @@ class PrefillFit:
         # The prior is one more observation of each coefficient, with the weight of its spread. The
         # model decides how tokens and pairs compare; nothing is known of the other two.
         prior = np.maximum(self._scale * self._prior, _TINY_S)
-        spread = np.maximum(prior, _UNKNOWN * self._first_s)
+        spread = np.maximum(prior, self._least_spread)
         found = _nonnegative(
             self._products + np.diag(_PRIOR_WEIGHT / spread**2),
             self._targets + _PRIOR_WEIGHT * prior / spread**2,

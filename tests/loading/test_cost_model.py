@@ -177,6 +177,75 @@ def test_prefill_fit_step_that_seems_to_take_no_time_is_learned_from(seen: bool)
     assert fit.cost.work_s(work_of(0, 512)) == pytest.approx(0.01, rel=0.2)
 
 
+MLA = (PrefillCost(0.008, 1.5e-5, 2e-11, prefix_s=4e-7), 7168)
+
+
+def prompts(truth: PrefillCost, fit: PrefillFit, count: int, *, longest: int = 20000) -> None:
+    """The steps of `count` prompts are observed."""
+    random_of = random.Random(3)
+    for _ in range(count):
+        stop = random_of.randrange(200, longest)
+        for at in range(0, stop, 4096):
+            work = work_of(at, min(at + 4096, stop)) + StepWork(decodes=random_of.choice([0, 8]))
+            fit.observe(work, truth.work_s(work))
+
+
+def guess_of(hidden: int) -> PrefillCost:
+    flops = 2.0 * 512 * 128 * 256 if hidden == MLA[1] else 0.0
+    return PrefillCost.prior(hidden=hidden, on_gpu=True, prefix_flops=flops)
+
+
+def test_prefill_fit_costs_that_a_slow_first_step_hid_are_learned_by_the_next_process(
+    tmp_path: Path,
+) -> None:
+    """Kernels are compiled in the first step, and then the process ends."""
+    truth, hidden = PrefillCost(0.012, 6e-5, 2.4e-9, 1e-3), 4096
+    fit = PrefillFit(guess_of(hidden))
+    fit.observe(work_of(0, 2000) + StepWork(decodes=30), 20.0)
+    for start, decodes in ((2048, 60), (0, 4), (4096, 50), (0, 8), (2048, 20)):
+        work = work_of(start, start + 2000) + StepWork(decodes=decodes)
+        fit.observe(work, truth.work_s(work))
+    assert fit.cost.token_s < 0.01 * truth.token_s
+    for _ in range(2):
+        assert file_in(tmp_path).write(fit.cost, [None])
+        found = file_in(tmp_path).read()
+        assert found is not None
+        fit = PrefillFit(guess_of(hidden))
+        fit.recall(found[0])
+        prompts(truth, fit, 100)
+        for start, stop in ((0, 500), (0, 4096), (8192, 12288)):
+            assert fit.cost.step_s(start, stop) == pytest.approx(truth.step_s(start, stop), rel=0.1)
+
+
+RECALLED = st.just(0.0) | st.floats(-18, 4).map(lambda power: min(10.0**power, 9999.0))
+
+
+@settings(max_examples=25)
+@given(st.sampled_from([*TRUTHS, MLA]), st.lists(RECALLED, min_size=6, max_size=6))
+def test_prefill_fit_any_recalled_cost_is_corrected_by_steps(
+    known: tuple[PrefillCost, int], recalled: list[float]
+) -> None:
+    truth, hidden = known
+    fit = PrefillFit(guess_of(hidden))
+    fit.recall(truth.with_numbers(recalled))
+    prompts(truth, fit, 200)
+    for start, stop in ((0, 500), (0, 4096), (8192, 12288), (16384, 17000)):
+        assert fit.cost.step_s(start, stop) == pytest.approx(truth.step_s(start, stop), rel=0.1)
+
+
+@pytest.mark.parametrize(("truth", "hidden"), [*TRUTHS, MLA])
+def test_prefill_fit_true_recalled_cost_stays_true_from_the_first_step_on(
+    truth: PrefillCost, hidden: int
+) -> None:
+    fit = PrefillFit(guess_of(hidden))
+    fit.recall(truth)
+    for count in (1, 20):
+        prompts(truth, fit, count, longest=3000)
+        assert fit.cost.span_s(0, 30000, 4096) == pytest.approx(
+            truth.span_s(0, 30000, 4096), rel=0.02
+        )
+
+
 def test_load_fit_latency_is_separated_from_block_time() -> None:
     fit = LoadFit(LoadCost(0.0, 1.0))
     for _ in range(20):
