@@ -35,6 +35,21 @@ def decode_threads(depth: int) -> int:
     return max(1, min(MAX_THREADS, depth, len(os.sched_getaffinity(0)) // 2))
 
 
+class CodecThreads:
+    """The threads of one store, or of the slices of one, which are closed together.
+
+    Attributes:
+        decode, encode: pools.
+    """
+
+    def __init__(self, depth: int) -> None:
+        """Args:
+        depth: concurrent reads of the store.
+        """
+        self.decode = DaemonPool(decode_threads(depth), "cake-decode")
+        self.encode = DaemonPool(1, "cake-encode")
+
+
 class EncodedStore(WrapperStore):
     """Implements `Store`, except with `on_device`.
 
@@ -53,6 +68,7 @@ class EncodedStore(WrapperStore):
         payload_bytes: int,
         depth: int,
         on_device: bool = False,
+        threads: CodecThreads | None = None,
     ) -> None:
         """Args:
         inner: holds encoded blocks; closed with this store.
@@ -61,6 +77,7 @@ class EncodedStore(WrapperStore):
         depth: concurrent reads, and concurrent writes; further ones wait.
         on_device: `get_into` fills memory of `payload_bytes` with a payload to be decoded by a
             device (`catalogue.prepare`), instead of a block.
+        threads: end with this store; None: threads of its own.
         """
         super().__init__(inner)
         self._layout = layout
@@ -74,8 +91,7 @@ class EncodedStore(WrapperStore):
         self._writing = asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
         self._reports = CorruptReports(inner.delete)
-        self._decoders = DaemonPool(decode_threads(depth), "cake-decode")
-        self._encoders = DaemonPool(1, "cake-encode")
+        self._threads = threads or CodecThreads(depth)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -89,7 +105,7 @@ class EncodedStore(WrapperStore):
             try:
                 size_bytes = await self._get(key, payload)
                 work = functools.partial(self._decode, payload[:size_bytes], out)
-                await run_stoppable(self._decoders, work)
+                await run_stoppable(self._threads.decode, work)
             except Malformed as error:
                 self._reports.begin(key)
                 raise BlockCorrupt(f"{key.hex()}: {error}") from None
@@ -115,7 +131,7 @@ class EncodedStore(WrapperStore):
 
         async def unpack(payload: memoryview, size_bytes: int) -> int:
             work = functools.partial(self._unpack, payload, size_bytes)
-            return await run_stoppable(self._decoders, work)
+            return await run_stoppable(self._threads.decode, work)
 
         if self._tiers is not None:
             read_bytes, size_bytes = await self._tiers.get_unpacked(key, payload, unpack)
@@ -156,15 +172,15 @@ class EncodedStore(WrapperStore):
             check_stop(stop)
             return self._encode(forms, tier)
 
-        return await run_stoppable(self._encoders, work)
+        return await run_stoppable(self._threads.encode, work)
 
     async def close(self) -> None:
         """Calls that have not reached the inner store fail."""
         await self._reports.end_all()
-        for pool in (self._decoders, self._encoders):
+        for pool in (self._threads.decode, self._threads.encode):
             pool.shutdown(wait=False, cancel_futures=True)
         await self.inner.close()
-        for pool in (self._decoders, self._encoders):
+        for pool in (self._threads.decode, self._threads.encode):
             await asyncio.to_thread(pool.shutdown)
 
     @asynccontextmanager

@@ -38,7 +38,7 @@ from sglang_cake.stores.base import (
     depth_of,
     describe,
 )
-from sglang_cake.stores.encoded import Encode, EncodedStore, chains_of, decode_threads
+from sglang_cake.stores.encoded import CodecThreads, Encode, EncodedStore, chains_of, decode_threads
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
 from sglang_cake.stores.link_speed import LinkSpeed
@@ -131,6 +131,7 @@ def open_blocks(
     reads = sum(depths_of(sources, depth))
     copy_bytes = COPY_BYTES // len(namespaces)
     open_namespace = partial(open_store, sources, depth=depth, copy_bytes=copy_bytes)
+    threads = CodecThreads(reads)  # none is started without a codec
 
     def opened(namespace: Namespace, counters: Counters) -> Store:
         frame = encoded_frame(namespace, cut, codec)
@@ -147,7 +148,7 @@ def open_blocks(
                 cut,
                 chains,
                 max_error=max_error,
-                links=_speeds_for_auto(inner, link),
+                links=_speeds_for_auto(inner, link, len(namespaces)),
                 decode_threads=decode_threads(reads),
                 counters=counters,
                 on_device=on_device,
@@ -163,6 +164,7 @@ def open_blocks(
             payload_bytes=frame.payload_bytes,
             depth=reads,
             on_device=on_device,
+            threads=threads,
         )
 
     first, *others = namespaces
@@ -173,16 +175,31 @@ def open_blocks(
     return store if trace is None else RequestRecordingStore(store, trace)
 
 
-def _speeds_for_auto(store: Store, link: LinkSpeed) -> list[Callable[[], float | None]]:
-    """Bytes per second of each tier, as for `choose`. Args: link: of a store without tiers."""
+def _speeds_for_auto(
+    store: Store, link: LinkSpeed, slices: int
+) -> list[Callable[[], float | None]]:
+    """Bytes per second of each tier, as for `choose`: of all slices together, since they share the
+    threads that decode.
+
+    Args:
+        link: of a store without tiers.
+        slices: as many are read at once as a block has. Each measures its own share of the link.
+    """
     if isinstance(store, TieredStore):
-        return [_speed_for_auto(tier.store, tier.speed) for tier in store.tiers]
-    return [_speed_for_auto(store, link)]
+        return [_speed_for_auto(tier.store, tier.speed, slices) for tier in store.tiers]
+    return [_speed_for_auto(store, link, slices)]
 
 
-def _speed_for_auto(store: Store, link: LinkSpeed) -> Callable[[], float | None]:
+def _speed_for_auto(store: Store, link: LinkSpeed, slices: int) -> Callable[[], float | None]:
     """The measured speed of memory is that of its writes, which wait for threads."""
-    return lambda: link.bytes_per_s() if memory_store_of(store) is None else math.inf
+
+    def bytes_per_s() -> float | None:
+        if memory_store_of(store) is not None:
+            return math.inf
+        speed = link.bytes_per_s()
+        return None if speed is None else slices * speed
+
+    return bytes_per_s
 
 
 def open_store(

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import sqlite3
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from private_files import write_private
 
+from sglang_cake.codecs import codec_choice
+from sglang_cake.codecs.codec_choice import AutoCodec
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
@@ -24,6 +28,7 @@ from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.head_slices import HeadSliceStore
+from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.tiers.tiered_store import COPY_BYTES, TieredStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -152,6 +157,51 @@ async def test_head_slices_share_the_host_memory_for_copies_between_tiers(
     store = open_blocks(sources, namespaces(0, 4), layout, depth=2, codec=codec)
     await store.close()
     assert [call.kwargs["copy_bytes"] for call in opened.call_args_list] == [COPY_BYTES // 4] * 4
+
+
+async def test_head_slices_share_the_threads_that_encode_and_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    before = set(threading.enumerate())
+
+    def threads() -> list[str]:
+        return sorted(
+            thread.name
+            for thread in set(threading.enumerate()) - before
+            if thread.name.startswith(("cake-decode", "cake-encode"))
+        )
+
+    layout = BlockLayout.plain(2, (("k", (4, 64)), ("v", (4, 64))), "bfloat16", 128)
+    sources = parse_sources(f"file://{tmp_path}/kv?min_free=0")
+    store = open_blocks(sources, namespaces(0, 4), layout, depth=8, codec="zstd")
+    data = block_of("noise", layout)
+    keys = [key_of(number) for number in range(4)]
+    assert all(await asyncio.gather(*(store.put(key, data) for key in keys)))
+    outs = [memoryview(bytearray(layout.block_bytes)) for _ in keys]
+    await asyncio.gather(*(store.get_into(key, out) for key, out in zip(keys, outs, strict=True)))
+    assert outs == [data] * 4
+    assert threads() == ["cake-decode_0", "cake-encode_0"]
+    await store.close()
+    assert not threads()
+    with pytest.raises(StoreUnavailable):
+        await store.get_into(keys[0], outs[0])
+
+
+async def test_head_slices_auto_compares_all_slices_of_the_link_with_the_threads_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codecs = Mock(side_effect=AutoCodec)
+    monkeypatch.setattr(codec_choice, "AutoCodec", codecs)
+    monkeypatch.setattr(LinkSpeed, "bytes_per_s", lambda _: 5e6)
+    layout = BlockLayout.plain(2, (("k", (4, 64)), ("v", (4, 64))), "bfloat16", 128)
+    one, other = (f"file://{tmp_path}/{name}?min_free=0" for name in ("one", "other"))
+    for urls in (one, f"{one},{other}"):
+        sources = parse_sources(urls)
+        store = open_blocks(sources, namespaces(0, 4), layout, depth=2, codec="auto")
+        await store.close()
+    speeds = [[link() for link in call.kwargs["links"]] for call in codecs.call_args_list]
+    assert speeds == [[2e7]] * 4 + [[2e7, 2e7]] * 4
 
 
 def of_heads(layout: BlockLayout, heads: dict[str, np.ndarray], of: slice) -> bytes:
