@@ -219,8 +219,9 @@ class Chain:
 
 RAW_CHAIN = Chain()
 _RAW_TEXT = RAW_CHAIN.describe().encode()
-# The text in front of a block that is stored as it is.
-RAW_HEAD_BYTES = -(-(_LENGTH.size + len(_RAW_TEXT)) // _ALIGN) * _ALIGN
+_RAW_HEAD = _LENGTH.pack(len(_RAW_TEXT)) + _RAW_TEXT
+# What stands in front of a block that is stored as it is, with zero bytes.
+RAW_HEAD_BYTES = -(-len(_RAW_HEAD) // _ALIGN) * _ALIGN
 
 
 def split(payload: Bytes) -> tuple[bytes, Bytes]:
@@ -235,9 +236,8 @@ def split(payload: Bytes) -> tuple[bytes, Bytes]:
 
 
 def is_raw(payload: memoryview) -> bool:
-    """Whether a payload of `Chain.encode` is the block as it is."""
-    start = _LENGTH.size
-    return bytes(payload[start : start + len(_RAW_TEXT)]) == _RAW_TEXT
+    """Whether a payload names the chain `raw`. Any bytes may be asked about."""
+    return bytes(payload[: len(_RAW_HEAD)]) == _RAW_HEAD
 
 
 def begin(text: str, out: Bytes) -> int:

@@ -153,15 +153,23 @@ async def test_memory_tier_between_files_gets_the_block_and_the_files_its_payloa
 
 
 @pytest.mark.parametrize("device", [False, True])
-@pytest.mark.parametrize("text", ['[["groups",{"bits":8,"group":128}]]', RAW_CHAIN.describe()])
+@pytest.mark.parametrize(
+    ("text", "text_bytes", "block"),
+    [
+        ('[["groups",{"bits":8,"group":128}]]', 35, BLOCK[:-1]),
+        (RAW_CHAIN.describe(), 12, BLOCK[:-1]),
+        (RAW_CHAIN.describe(), 13, BLOCK),
+        (RAW_CHAIN.describe(), 2**32 - 1, BLOCK),
+    ],
+)
 async def test_memory_undecodable_block_does_not_move_up(
-    tmp_path: Path, text: str, device: bool
+    tmp_path: Path, text: str, text_bytes: int, block: bytes, device: bool
 ) -> None:
     """The checksums are right: somebody else's program wrote it."""
     frame = encoded_frame(namespace("int8"), LAYOUT, "int8")
     below = open_store(parse_sources(files(tmp_path)), frame, depth=1)
-    head = len(text).to_bytes(4, "little") + text.encode()
-    payload = head.ljust(-(-len(head) // 64) * 64, b"\0") + BLOCK[:-1]
+    head = text_bytes.to_bytes(4, "little") + text.encode()
+    payload = head.ljust(-(-len(head) // 64) * 64, b"\0") + block
     await below.put(KEY, memoryview(payload))
     store = opened(f"memory://4MB,{files(tmp_path)}", "int8", device=device)
     assert await store.contains([KEY]) == [True]
