@@ -424,6 +424,25 @@ def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
     assert side.tree.swa_retain_floor(req) == 64 - WINDOW
 
 
+# ---- what the coordinator is told ----
+
+
+@cores()
+@pytest.mark.parametrize("kind", ["window", "window-pages", "window-state"])
+def test_radix_ends_window_released_again_reports_no_eviction(kind: str, core: str) -> None:
+    """With SGLANG_OPT_RELEASE_PREFILL_SWA, SGLang asks for it in each step of a request."""
+    side = tree_of(kind, core)
+    req = side.start(PROMPT, len(PROMPT))
+    reported = []
+    for _ in range(3):
+        side.tree.coordinator.tree_evicts = False
+        side.tree.release_swa_prefix_lock(req)
+        reported.append(side.tree.coordinator.tree_evicts)
+    assert reported == [True, False, False]
+    side.tree.release_swa(None)
+    assert not side.tree.coordinator.tree_evicts
+
+
 class LateCopier(Copier):
     """Launches no save before `wait_launched` asks for it, or the test for all."""
 

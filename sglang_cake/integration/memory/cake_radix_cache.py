@@ -134,7 +134,9 @@ class CakeRadixCache(UnifiedRadixCache):
         return super().insert(params)
 
     def release_swa(self, lock: Any) -> None:
-        self._before_slots_are_freed()
+        # SGLang may ask in each step of a request that decodes. It frees slots once.
+        if lock is not None and not lock.swa_released:
+            self._before_slots_are_freed()
         super().release_swa(lock)
 
     def evictable_size(self) -> int:
