@@ -17,11 +17,22 @@ pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.2
 
 import torch
 from hybrid_machine import run_machine
-from hybrid_trees import BLOCK, KINDS, MAMBA, SWA, WINDOW, HybridTree, digests_of, tree_of
+from hybrid_trees import (
+    BLOCK,
+    KINDS,
+    MAMBA,
+    PARTS,
+    SWA,
+    WINDOW,
+    HybridTree,
+    digests_of,
+    tree_of,
+)
 from kv_pools import buffers_for, record_of
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.server_args import ServerArgs
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from trees import CORES, accounting_of, lock_fuzz
@@ -441,6 +452,35 @@ def test_radix_ends_window_released_again_reports_no_eviction(kind: str, core: s
     assert reported == [True, False, False]
     side.tree.release_swa(None)
     assert not side.tree.coordinator.tree_evicts
+
+
+@cores()
+@kinds()
+def test_radix_ends_checkpoint_that_frees_no_state_reports_no_eviction(
+    kind: str, core: str
+) -> None:
+    side = tree_of(kind, core)
+    requests = [side.start(PROMPT) for _ in range(2)]
+    for stop in (16, 32, 48):
+        for req in requests:  # of the second one, the tree has all
+            assert side.compute(req, stop)
+    assert not side.tree.coordinator.tree_evicts
+
+
+@cores()
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].has_mamba])
+def test_radix_ends_checkpoint_that_frees_a_state_reports_an_eviction(kind: str, core: str) -> None:
+    """With `--mamba-max-states-per-path`, a state gives way to a later one of its path. A prompt
+    that waits for its next step may have matched it."""
+    capped = partial(ServerArgs, mamba_max_states_per_path=1)
+    side = HybridTree(KINDS[kind], core, parts={**PARTS.get(kind, {}), "ServerArgs": capped})
+    req = side.start(PROMPT, 16)
+    assert side.arrive(PROMPT[:20]).prefix_len == 16
+    assert not side.tree.coordinator.tree_evicts
+    assert side.compute(req, 32)
+    assert side.compute(req, 48)
+    assert side.arrive(PROMPT[:20]).prefix_len == 0
+    assert side.tree.coordinator.tree_evicts
 
 
 class LateCopier(Copier):

@@ -129,9 +129,17 @@ class CakeRadixCache(UnifiedRadixCache):
         super().reset()
 
     def insert(self, params: InsertParams) -> InsertResult:
-        if self.ends is not None:  # it may free slots of the tree, whose window has gone
-            self._before_slots_are_freed()
-        return super().insert(params)
+        if self.ends is None:
+            return super().insert(params)
+        # It may free slots of the tree. KV whose window has gone gets new ones. States above
+        # `--mamba-max-states-per-path` are evicted, and only that makes a match shorter.
+        self._before_slots_are_freed(evicts=False)
+        states = self._states_in_tree()
+        result = super().insert(params)
+        added = self.supports_mamba() and not result.mamba_exist
+        if self.coordinator is not None and self._states_in_tree() < states + added:
+            self.coordinator.tree_evicts = True
+        return result
 
     def release_swa(self, lock: Any) -> None:
         # SGLang may ask in each step of a request that decodes. It frees slots once.
@@ -605,12 +613,13 @@ class CakeRadixCache(UnifiedRadixCache):
                 )
 
     @guarded("CakeRadixCache.evict")
-    def _before_slots_are_freed(self) -> None:
-        self._order_after_saves()
+    def _before_slots_are_freed(self, *, evicts: bool = True) -> None:
+        self._order_after_saves(evicts=evicts)
 
-    def _order_after_saves(self) -> None:
+    def _order_after_saves(self, *, evicts: bool = True) -> None:
+        """Args: evicts: the tree may be about to evict what a waiting request matched."""
         coordinator = self.coordinator
-        if coordinator is not None:
+        if coordinator is not None and evicts:
             coordinator.tree_evicts = True
         if self.saving is not None:
             self.saving.before_slots_are_freed(
@@ -647,6 +656,10 @@ class CakeRadixCache(UnifiedRadixCache):
         write slots from now on, in no stream; without a coordinator, they read them at once."""
         if self.service is not None:
             self.service.kv.wait_for_copies()
+
+    def _states_in_tree(self) -> int:
+        """How many recurrent states the tree has; 0 for models without."""
+        return int(self.mamba_evictable_size() + self.mamba_protected_size())
 
     def _free_states(self) -> int:
         """How many states there is memory for, where states and KV share it; else 0."""

@@ -133,7 +133,7 @@ class Coordinator:
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
         loads_over_in_s: the shortest predicted time until the loads of a waiting request are over.
-        tree_evicts: the tree was asked for slots since the last poll.
+        tree_evicts: the tree may have evicted KV since the last poll.
         failed: cake failed on this rank since the ranks were last alike.
         spare_slots: slots that are free or can be evicted, without the slots that admitted
             requests may still need, as SGLang counts them.
