@@ -1,6 +1,7 @@
 """A checkpoint stores new full blocks, once, with the right bytes and keys."""
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -205,6 +206,33 @@ def test_block_saving_blocks_without_a_buffer_are_saved_at_later_checkpoints_and
         for block in range(6):
             harness.expect(record, block)
         assert not harness.counters.snapshot()["unstored_blocks", "queue_full"]
+
+
+def test_block_saving_poll_looks_only_at_requests_with_blocks_left() -> None:
+    """A thousand requests may decode. What was saved of them is known at their next checkpoint."""
+    with SavingHarness(buffers=2) as harness:
+        saved, short = known(4), known(6)
+        assert harness.checkpoint(saved, 2 * BLOCK) == [0, 1]
+        assert harness.checkpoint(short, 6 * BLOCK) == [0, 1]
+        looks: list[list[PromptRecord]] = []
+        for _ in range(4):
+            looks.append([])
+            harness.saving.polled(lambda each: looks[-1].append(each) or True)
+            harness.io.run(harness.writer.drained(), PATIENCE_S)
+        assert looks[1:] == [[short], [], []]
+        assert len(harness.memory) == 6
+        assert harness.checkpoint(saved, 4 * BLOCK, last=True) == [2, 3]
+
+
+def test_block_saving_request_that_ends_unnoticed_is_forgotten(harness: SavingHarness) -> None:
+    record = known(2)
+    assert harness.checkpoint(record, 2 * BLOCK) == [0, 1]
+    for _ in range(2):
+        harness.saving.polled(lambda each: True)
+    harness.saving.before_slots_are_freed(lambda each: True)  # its copies are over
+    gone = weakref.ref(record)
+    del record
+    assert gone() is None
 
 
 def test_block_saving_without_device_memory_is_tried_again(harness: SavingHarness) -> None:

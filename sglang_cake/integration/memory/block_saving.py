@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -291,7 +291,9 @@ class BlockSaving:
         self._copier = copier
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
-        self._requests: dict[PromptRecord, _Unsaved] = {}
+        # While a record lives, so that no block of it is saved twice.
+        self._requests: WeakKeyDictionary[PromptRecord, _Unsaved] = WeakKeyDictionary()
+        self._waiting: dict[PromptRecord, _Unsaved] = {}  # those that polls look at
         # Copies that may still read slots, with the record of the request that keeps these slots
         # from being freed; None: the tree may free them.
         self._saves: list[tuple[PromptRecord | None, Save]] = []
@@ -318,6 +320,7 @@ class BlockSaving:
         if not record.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
         unsaved = self._requests.setdefault(record, _Unsaved())
+        self._waiting[record] = unsaved
         held = len(row) // self._block_tokens
         full = min(record.key_chain.block_count(len(tokens)), held)
         new = range(unsaved.next_block, full)
@@ -383,14 +386,20 @@ class BlockSaving:
 
         Args: is_live: whether the request still has its slots.
         """
-        for record, unsaved in list(self._requests.items()):
+        for record, unsaved in list(self._waiting.items()):
             if not is_live(record):
                 self.released(record)
             elif unsaved.find_end is not None:
                 self._save_end(record, unsaved)
         if not self._end_waits():
-            for record, unsaved in self._requests.items():
+            for record, unsaved in self._waiting.items():
                 self._save_blocks(record, unsaved)
+        # A request that decodes has nothing left, and costs nothing until its next checkpoint.
+        self._waiting = {
+            record: unsaved
+            for record, unsaved in self._waiting.items()
+            if unsaved.blocks or unsaved.find_end is not None
+        }
 
     def released(self, record: PromptRecord, *, requeued: bool = False) -> None:
         """The request ends, or goes back to the queue: the tree may free its slots from now on.
@@ -404,6 +413,7 @@ class BlockSaving:
         elif unsaved is not None:
             self._give_up(unsaved)
             del self._requests[record]
+            self._waiting.pop(record, None)
 
     def before_slots_are_freed(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """The tree is about to free slots. Forwards that are launched from now on wait for the
@@ -470,7 +480,7 @@ class BlockSaving:
         without end states they are of no use."""
         if self._ends is None:
             return False
-        return any(each.find_end is not None for each in self._requests.values())
+        return any(each.find_end is not None for each in self._waiting.values())
 
     def _save_blocks(self, record: PromptRecord, unsaved: _Unsaved) -> None:
         blocks: list[int] = []

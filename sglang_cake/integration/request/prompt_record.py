@@ -239,7 +239,7 @@ class PromptStats:
     meet_token: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PromptRecord:
     """A live request's record. The scheduler thread owns it.
 
