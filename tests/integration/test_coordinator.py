@@ -68,6 +68,9 @@ def test_coordinator_blocks_that_land_with_a_lookup_of_too_little_are_given_up()
         assert not harness.coordinator.loading(req)
         harness.poll(req)
         assert harness.coordinator.reclaimable_tokens == 0
+    wasted = harness.counters.snapshot()
+    assert wasted["wasted_bytes", "overtaken"] == 3 * harness.kv.layout.block_bytes
+    assert wasted["wasted_bytes", "peer"] == 0
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,8 @@ class DeviceSlots:
     ) -> dict[int, SlotCopy] | None:
         """Slots of the blocks of `span`, by block: those of landed blocks, and others for blocks
         in `being_read`, which the caller fills. The caller owns them until `trim` or `take_back`.
-        None: not enough memory."""
+        None: not now. There is not enough memory, a copy is late, or a block of `being_read` has
+        come."""
         blocks = span.blocks(self._block_tokens)
         landed = [b for b in blocks if b not in being_read]
         if not self.place(record, landed) or self.uncopied(record, landed):
@@ -200,7 +201,7 @@ class DeviceSlots:
             reserved = record.memory.slots.get(block)
             if reserved is not None and not reserved.cancel():
                 return None  # it has come since: it will have landed at the next poll
-            self.discard(record, [block], "in_tree")
+            self.discard(record, [block], "cancelled")  # the slots alone, without bytes
         copies = {b: record.memory.slots[b] for b in landed}
         self._order_forwards_after(copies.values())
         fresh = self._allocate(being_read)

@@ -91,7 +91,8 @@ class PromptLoads:
             if self._config.allows_loading(usable[view.first :], view.block_tokens):
                 record.meet.found(update.stored, update.ends)
             else:  # too little is stored, on one rank at least, or right of the front
-                self.stop_loading(record, "peer")
+                peer_lacks = update.stored != record.local.stored
+                self.stop_loading(record, "peer" if peer_lacks else "overtaken")
                 return
         elif waited and not record.awaits_lookup(self._config.mode):
             self.late_lookup_s = self.now_s
@@ -102,6 +103,7 @@ class PromptLoads:
             else:
                 self._device_slots.discard(record, [block], "overtaken")
                 self._device_slots.refuse(record, staged, "overtaken")
+        # This rank has bytes of a lost block only if another rank could not read its part.
         self._device_slots.discard(record, update.lost, "peer")
         for block in update.lost:
             if record.meet.state(block) is BlockState.WANTED:
