@@ -4,7 +4,7 @@ CakeError
 ├── ConfigError        a user's mistake: one line that says what to do, exit status 2
 ├── PatchError         the CPU repairs do not fit the installed SGLang, exit status 2
 ├── OverlapError       an overlapped last step lacks KV: compute it
-├── RunaheadError      a chain of workers cannot go on: its owner computes what is missing
+├── RunaheadError      members cannot go on with a prompt: its owner computes what is missing
 └── StoreError         a store could not do what it was asked: a reader computes the block
     ├── BlockMissing       the store does not have the block (any more)
     ├── BlockCorrupt       the bytes are there and wrong
@@ -34,7 +34,8 @@ class OverlapError(CakeError):
 
 
 class RunaheadError(CakeError):
-    """A chain of workers cannot go on. `reason` labels the metrics."""
+    """The members of a KV-Runahead group cannot go on with a prompt. `reason` labels the
+    metrics."""
 
     reason = "error"
 
