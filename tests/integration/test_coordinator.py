@@ -601,7 +601,7 @@ def test_coordinator_prompt_that_is_far_holds_no_block_that_came_as_its_loads_we
         harness.open(keys[3])
         return False
 
-    monkeypatch.setattr(harness.step_costs, "is_worth_loading", refuse)
+    monkeypatch.setattr(harness.step_costs, "should_load", refuse)
     harness.arrive(req)
     harness.poll(req)
     assert harness.staging.free == harness.staging.capacity - 1
