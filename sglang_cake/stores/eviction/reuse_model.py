@@ -80,7 +80,8 @@ class ReuseModel:
         classes: classes with a workload that are told apart, at most MAX_CLASSES, with the tenant
             that was first to use them.
         window_s: older accesses are dropped.
-        min_samples: a class with fewer has the pooled fit.
+        min_samples: a fit needs as many. A class has the pooled fit before its first one, and keeps
+            its last one while it has fewer: it says more of the class than the pooled fit does.
         min_gap_s: closer accesses belong to concurrent requests.
     """
 
