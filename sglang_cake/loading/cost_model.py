@@ -457,7 +457,8 @@ class LoadFit:
             # even if each load is given up after one block.
             self.cost = replace(cost, latency_s=0.0, block_s=took_s)
         elif first:
-            latency_s = max(0.0, min(took_s, 4 * (cost.latency_s + cost.block_s)) - cost.block_s)
+            most_s = 4 * max(cost.latency_s + cost.block_s, _TINY_S)
+            latency_s = max(0.0, min(took_s, most_s) - cost.block_s)
             latency_s = cost.latency_s + _NEWEST_LATENCY * (latency_s - cost.latency_s)
             self.cost = replace(cost, latency_s=latency_s)
             self._least_latency_s = min(self._least_latency_s, latency_s)
@@ -483,7 +484,7 @@ class LoadFit:
 
     def _measure(self, block_s: float) -> None:
         cost = self.cost
-        block_s = min(block_s, _SLOWEST_GROUP * cost.block_s)
+        block_s = min(block_s, _SLOWEST_GROUP * max(cost.block_s, _TINY_S))
         self._only_first = False
         self._groups += 1
         newest_blocks = self._weight(_NEWEST_BLOCKS)

@@ -264,6 +264,15 @@ def test_load_fit_reads_landing_together_give_one_rate() -> None:
     assert fit.cost.block_s == pytest.approx(0.01, rel=0.1)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_load_fit_cost_recalled_as_zero_is_learned_again(first: bool) -> None:
+    fit = LoadFit(LoadCost(0.0, 1.0))
+    fit.recall(LoadCost(0.0, 0.0, error=0.0))
+    for _ in range(120):
+        fit.fetched(0.5, first=first)
+    assert fit.cost.load_s(1) == pytest.approx(0.5, rel=0.05)
+
+
 def test_load_cost_is_latency_plus_blocks() -> None:
     cost = LoadCost(0.5, 0.1, copy_s=0.01)
     assert cost.load_s(0) == 0
