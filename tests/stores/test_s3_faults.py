@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import random
 
 import pytest
 from aiohttp import web
@@ -58,21 +57,6 @@ class Odd:
             store = dataclasses.replace(source, limits=limits).open(FRAME, depth=2)
             async with closing(store):
                 yield store
-
-
-async def test_s3_store_retry_leaves_the_global_generator_as_it_is():
-    """SGLang orders its queue with it, alike on all ranks. Only one rank may have to try again."""
-
-    async def busy_once(server, request):
-        return error("SlowDown", 503) if server.seen.count("GET") == 1 else None
-
-    server = Odd(GET=busy_once)
-    async with server.opened_store() as store:
-        await store.put(A, block_of("a"))
-        before = random.getstate()
-        assert await read(store, A) == block_of("a")
-        assert random.getstate() == before
-        assert server.seen.count("GET") == 2
 
 
 async def no_conditions(server, request):

@@ -6,6 +6,7 @@ nothing, and stores what it generates.
 """
 
 import logging
+import random
 import struct
 import time
 from functools import partial
@@ -39,12 +40,17 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
+# SGLang's ranks shuffle their queues with Python's global generator, seeded alike on all of them. A
+# library that draws from it on one rank, as boto does for the pause before a retry, would have the
+# ranks compute different requests. Each rank shuffles with this one.
+_SHUFFLES = random.Random(0)
 _OFF = "cake is switched off after failures, which the server's log has; start the server again"
 
 
 def install() -> None:
     """Register the scheduler hooks. Call while plugins are being loaded."""
     register(f"{_POLICY}.calc_priority", _prioritized, HookType.AFTER)
+    register(f"{_POLICY}._sort_randomly", _sort_randomly, HookType.AROUND)
     register(f"{_SCHEDULER}.get_prefill_adder_class", _adder_class, HookType.AFTER)
     register(f"{_SCHEDULER}.can_schedule_lora_req", _adapters_in_use, HookType.BEFORE)
     register(f"{_SCHEDULER}._process_hicache_events", _poll, HookType.AFTER)
@@ -59,6 +65,11 @@ def install() -> None:
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
     register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
     register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach_store, HookType.AROUND)
+
+
+def _sort_randomly(original: Any, waiting_queue: "list[Req]") -> None:
+    """`--schedule-policy random`."""
+    _SHUFFLES.shuffle(waiting_queue)
 
 
 def _prepare(original: Any, batch: Any) -> None:

@@ -12,6 +12,7 @@ the file loses all of them, and the next process that closes the index removes t
 
 import errno
 import os
+import random
 import sqlite3
 import threading
 from collections import Counter
@@ -26,7 +27,6 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.own_random import OWN_RANDOM
 from sglang_cake.stores.base import StoreStats
 from sglang_cake.stores.eviction.policy import (
     UNKNOWN_CONTEXT,
@@ -690,11 +690,10 @@ class BlockIndex(IndexReader):
         """
         rows = self._select("SELECT digest, blocks FROM namespaces WHERE blocks > 0")
         sizes = {digest: _count(blocks) for digest, blocks in rows}
-        drawn = OWN_RANDOM.choices([*sizes], [*sizes.values()], k=at_most) if sizes else ()
-        chosen = Counter(drawn)
+        chosen = Counter(random.choices([*sizes], [*sizes.values()], k=at_most) if sizes else ())
         found: list[IndexedBlock] = []
         for digest, count in chosen.items():
-            some = self.stored_in(digest, OWN_RANDOM.randbytes(32), count)
+            some = self.stored_in(digest, random.randbytes(32), count)
             found += some + self.stored_in(digest, b"", count - len(some))
         return sorted({block.id: block for block in found}.values())
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import random
 import ssl
 import time
 from collections import deque
@@ -19,7 +20,6 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
     one_line,
 )
-from sglang_cake.core.own_random import OWN_RANDOM
 from sglang_cake.stores.circuit_breaker import (
     READS,
     Circuit,
@@ -217,7 +217,7 @@ class HttpTransport:
             except RemoteError as error:
                 if number == TRIES or not isinstance(error, TryAgain):
                     raise RemoteError(error.fault, f"{self.base}: {error}") from error
-                usual_s = RETRY_S * 2 ** (number - 1) * OWN_RANDOM.uniform(0.5, 1.5)
+                usual_s = RETRY_S * 2 ** (number - 1) * random.uniform(0.5, 1.5)
                 pause_s = max(usual_s, min(error.after_s, MAX_RETRY_AFTER_S))
             self.counters.retries += 1
             await asyncio.sleep(pause_s)

@@ -12,11 +12,6 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
-from aiobotocore.retries.standard import (
-    AioRetryHandler,
-    AioRetryPolicy,
-    AioStandardRetryConditions,
-)
 from aiobotocore.session import get_session
 from botocore.exceptions import (
     ClientError,
@@ -25,11 +20,8 @@ from botocore.exceptions import (
     HTTPClientError,
     ReadTimeoutError,
 )
-from botocore.retries.quota import RetryQuota
-from botocore.retries.standard import ExponentialBackoff, RetryEventAdapter, RetryQuotaChecker
 
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable, one_line
-from sglang_cake.core.own_random import OWN_RANDOM
 from sglang_cake.stores.circuit_breaker import (
     READS,
     Circuits,
@@ -283,7 +275,6 @@ class S3Bucket:
                 client = await self._stack.enter_async_context(self._made())
                 client.meta.events.register("before-call.s3", _stay)
                 client.meta.events.register("needs-retry.s3", self._count_request)
-                _retry_with_own_random(client.meta.events)
                 self._client = client
         return self._client
 
@@ -321,23 +312,6 @@ class S3Bucket:
         return get_session().create_client(
             "s3", region_name=place.region, endpoint_url=place.endpoint, config=config
         )
-
-
-def _retry_with_own_random(events: Any) -> None:
-    """The retries that a client has by default, with pauses that are not drawn from the global
-    generator."""
-    quota = RetryQuotaChecker(RetryQuota())
-    handler = AioRetryHandler(
-        AioRetryPolicy(
-            AioStandardRetryConditions(max_attempts=ATTEMPTS),
-            ExponentialBackoff(random=OWN_RANDOM.random),
-        ),
-        RetryEventAdapter(),
-        quota,
-    )
-    events.unregister("needs-retry.s3", unique_id="retry-config-s3")
-    events.register("needs-retry.s3", handler.needs_retry)
-    events.register("after-call.s3", quota.release_retry_quota)
 
 
 class DirectSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no types

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gzip
 import json
-import random
 import re
 import time
 
@@ -274,21 +273,6 @@ async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
         assert await get_a(store) == block_of("a")
         assert store.counters.retries == 1
         assert times[1] - times[0] >= MAX_RETRY_AFTER_S - 0.01
-
-
-async def test_http_store_retry_leaves_the_global_generator_as_it_is():
-    """SGLang orders its queue with it, alike on all ranks. Only one rank may have to try again."""
-
-    async def answer(asked):
-        answers.append(asked)
-        asked.answer(*((503,) if len(answers) < TRIES else (200, GOOD)))
-
-    answers = []
-    async with client_and_server(answer) as (store, _):
-        before = random.getstate()
-        assert await get_a(store) == block_of("a")
-        assert store.counters.retries == TRIES - 1
-        assert random.getstate() == before
 
 
 async def test_http_store_puts_that_the_server_has_no_place_for_are_no_failures():
