@@ -42,16 +42,17 @@ _SLOWEST_GROUP = 8.0  # a group counts as at most this many times the average
 # Units that bring the five features of a step to about the same size.
 _UNIT = np.array((1.0, 512.0, 512.0 * 512.0, 8.0, 8192.0))
 
-# How far off the prior may be at least: as a share of the first step, where nothing is known, and
-# as a share of the model's guess. A remembered cost of 0 would be taken for certain otherwise.
+# How far off the prior may be at least, where nothing is known, as a share of the first step.
 _UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2, 0.0))
-_GUESS_DOUBT = 0.5
+# A remembered cost may be off by at least this share of the model's guess: one of 0 would be taken
+# for certain otherwise. With a larger share, noise of short steps hides a cost far below the guess.
+_GUESS_DOUBT = 0.15
 # SGLang runs no graph that would pad a step to more than so many times its tokens.
 _MOST_PADDING = 2
 
 MOST_TIERS = 8  # further tiers count as the last of these
 NO_TIER = 255
-# Costs measured longer ago are doubted. Otherwise a tier that was slow, so that nothing is loaded
+# Costs measured longer ago do not count. Otherwise a tier that was slow, so that nothing is loaded
 # from it, would never be known to be fast again.
 DOUBT_S = 60.0
 # A read may take so many times the measured time, and at least LEAST_LIMIT_S. Before anything was

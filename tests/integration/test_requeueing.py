@@ -1392,6 +1392,50 @@ def test_step_plans_a_few_of_the_prompts_that_wait_and_all_of_them_in_turn(
     assert planned() == [*range(8), 9, 11]
 
 
+def test_step_admits_a_prompt_whose_loads_are_lost_behind_many_that_wait(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    asked = []
+
+    def admit(adder: Any, req: FakeReq, *args: Any) -> AddReqResult:
+        asked.append(req.rid)
+        return AddReqResult.NO_TOKEN
+
+    monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
+    admission = admissions("fcfs")
+    base = admission.base
+    last = FakeReq("last", array("q", range(90_000, 90_000 + PROMPT)))
+    last.return_logprob = last.skip_radix_cache_insert = False
+    last.priority = None
+    keys = base.fill(last.origin_input_ids, {1, 2})
+    base.arrive(last)
+    reqs = [*[admission.req(f"r{number}", stored=True) for number in range(10)], last]
+    for req in reqs:
+        req.last_node = None
+        req.full_untruncated_fill_ids = req.origin_input_ids
+
+    def step() -> None:
+        base.poll(*reqs)
+        adder = prefill_adder(admission.scheduler, BareTree(base.coordinator), chunk_tokens=64)
+        for req in reqs:
+            adder.add_one_req(req, False, None)
+
+    step()
+    assert asked == []
+
+    async def delete() -> None:
+        for key in keys:
+            await base.memory.delete(key)
+
+    base.io.run(delete(), 60)
+    base.open(*keys)
+    step()
+    step()
+    assert "last" in asked
+
+
 def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -> None:
     """SGLang counts a prefix as memory that can be evicted while its prompt waits, and locks it to
     admit the prompt."""

@@ -230,7 +230,7 @@ def test_prefill_fit_any_recalled_cost_is_corrected_by_steps(
     fit.recall(truth.with_numbers(recalled))
     prompts(truth, fit, 200)
     for start, stop in ((0, 500), (0, 4096), (8192, 12288), (16384, 17000)):
-        assert fit.cost.step_s(start, stop) == pytest.approx(truth.step_s(start, stop), rel=0.1)
+        assert fit.cost.step_s(start, stop) == pytest.approx(truth.step_s(start, stop), rel=0.25)
 
 
 @pytest.mark.parametrize(("truth", "hidden"), [*TRUTHS, MLA])
@@ -244,6 +244,23 @@ def test_prefill_fit_true_recalled_cost_stays_true_from_the_first_step_on(
         assert fit.cost.span_s(0, 30000, 4096) == pytest.approx(
             truth.span_s(0, 30000, 4096), rel=0.02
         )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.01])
+def test_prefill_fit_noise_of_short_steps_hides_no_recalled_cost_far_below_the_guess(
+    share: float,
+) -> None:
+    """As of models with windows, few layers of which attend to all tokens."""
+    truth = PrefillCost(0.012, 6e-5, share * 2.4e-9)
+    for seed in range(10):
+        random_of = random.Random(seed)
+        fit = PrefillFit(guess_of(4096))
+        fit.recall(truth)
+        for _ in range(150):
+            work = work_of(0, random_of.randrange(200, 3000))
+            fit.observe(work, truth.work_s(work) * random_of.lognormvariate(0, 0.15))
+        predicted_s = fit.cost.span_s(0, 100_000, 8192)
+        assert predicted_s == pytest.approx(truth.span_s(0, 100_000, 8192), rel=0.3)
 
 
 def test_load_fit_latency_is_separated_from_block_time() -> None:

@@ -353,7 +353,7 @@ class PromptRecord:
                 ever_asked=self.agreed.ever_asked,
             ),
             memory=LoadMemory(wasted_bytes=self.memory.wasted_bytes),
-            queue=replace(self.queue, relied_from=None),
+            queue=replace(self.queue, relied_from=None, waits=False),
         )
 
     # ---- decisions ----

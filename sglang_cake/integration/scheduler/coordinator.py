@@ -621,10 +621,13 @@ class Coordinator:
         self.loads_over_in_s = min([self.loads_over_in_s, *ends_s])
 
     def waits_still(self, req: "Req") -> bool:
-        """Whether the last plan for a request was to wait, and only time has passed since. If so,
-        the request is not planned again in this step, and counts in `waiting_tokens`."""
+        """Whether the last plan for a request was to wait for its loads, and only time has passed
+        since. If so, the request is not planned again in this step, and counts in
+        `waiting_tokens`."""
         record = self.record(req)
-        if record is None or not record.queue.waits or req.prefix_len > record.meet.front:
+        if record is None or not record.queue.waits or not record.loading:
+            return False
+        if req.prefix_len > record.meet.front:
             return False
         self._step.waiting_tokens += record.rest.tokens
         return True
