@@ -35,6 +35,7 @@ from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.loader import Fetched, LoaderEvent, LookedUp
 from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.scheduler_loop import LoopRequest
+from sglang_cake.testing.virtual_time import clock
 
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
@@ -166,11 +167,12 @@ def queue(waiting: int, prompt_tokens: int = 4_000, polls: int = 20) -> dict[str
         stored = (number % 2 == 0,) * blocks
         loader.events.append(LookedUp(load_id, stored, (), bytes(blocks)))
     took: dict[str, list[float]] = {"poll": [], "sort": []}
-    for _ in range(polls):
-        time.sleep(DECODE_STEP_S)
-        rids = [req.rid for req in reqs]
-        took["poll"].append(_cpu_s(partial(coordinator.poll, rids)))
-        took["sort"].append(_cpu_s(partial(sort_queue, cast(Any, reqs), coordinator)))
+    began_s = time.monotonic()
+    for number in range(polls):
+        with clock(lambda now_s=began_s + number * DECODE_STEP_S: now_s):
+            rids = [req.rid for req in reqs]
+            took["poll"].append(_cpu_s(partial(coordinator.poll, rids)))
+            took["sort"].append(_cpu_s(partial(sort_queue, cast(Any, reqs), coordinator)))
     return {
         "arrival": statistics.median(arrivals),
         **{phase: statistics.median(times) for phase, times in took.items()},
