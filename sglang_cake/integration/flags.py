@@ -163,9 +163,9 @@ def is_enabled_child() -> bool:
     return os.environ.get(ENABLED_ENV) == "1"
 
 
-def enable_children(record: "ServerArgs") -> bool:
-    """Set the variable that a child of the launcher inherits, in a worker of Ray. Returns whether
-    the server has cake."""
+def enable_in_ray_worker(record: "ServerArgs") -> bool:
+    """Set the variable that a child of the launcher would have inherited. Returns whether the
+    server has cake."""
     if _config_of(record) is None:
         return False
     _enable_children()

@@ -18,7 +18,7 @@ class SchedulerActor(SglangActor.__ray_actor_class__):
     """SGLang's actor, with plugins if the server has cake. Ray's workers import it by name."""
 
     def __init__(self, server_args: Any, **kwargs: Any) -> None:
-        if flags.enable_children(server_args):
+        if flags.enable_in_ray_worker(server_args):
             load_plugins()
         super().__init__(server_args, **kwargs)
 
