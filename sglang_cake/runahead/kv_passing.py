@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from sglang_cake.core.buffers import PartBytes
@@ -341,34 +342,24 @@ class KvSender:
             self._failed(error)
 
 
+@dataclass(slots=True, eq=False)
 class KvPassing:
     """The KV passing of one job at one worker.
 
-    Args:
-        patience_s: how long the forward may wait for incoming KV, in all.
-
     Attributes:
+        patience_s: how long the forward may wait for incoming KV, in all.
         sender: to the worker `after`; None for the last of the chain.
+        watch: called by the forward's thread at each layer, and repeatedly while it waits there. It
+            raises a RunaheadError if the job is not needed any more.
     """
 
-    def __init__(
-        self,
-        job: str,
-        receiver: KvReceiver,
-        *,
-        patience_s: float,
-        after: int | None = None,
-        sender: KvSender | None = None,
-    ) -> None:
-        self.job = job
-        self.receiver = receiver
-        self.patience_s = patience_s
-        self.after = after
-        self.sender = sender
-        self._broken: tuple[str, int | None] | None = None
-        # The forward's thread calls it at each layer, and repeatedly while it waits there. It
-        # raises a RunaheadError if the job is not needed any more.
-        self.watch: Callable[[], None] | None = None
+    job: str
+    receiver: KvReceiver
+    patience_s: float
+    after: int | None = None
+    sender: KvSender | None = None
+    watch: Callable[[], None] | None = None
+    _broken: tuple[str, int | None] | None = None
 
     @property
     def broken(self) -> str | None:

@@ -516,7 +516,8 @@ class ZmqTransport:
             messages.bind(endpoint(host, port))
             self.messages = SendingSocket(messages)
             kv = self._server(_KV, host)
-            serve_kv(kv)
+            kv.plain_server = True
+            _require_authentication(kv, _KV_DOMAIN)
             kv.bind(endpoint(host, "*"))
             self.kv = SendingSocket(kv)
         except (zmq.ZMQError, OSError) as error:
@@ -624,7 +625,8 @@ class ZmqTransport:
     def kv_listener(self, path: bytes, password: str) -> "zmq.Socket[bytes]":
         """An unconnected socket that receives KV. Raises: zmq.ZMQError."""
         made = self._dealer(_KV, MAX_PART_BYTES + TAG_BYTES)
-        dial_kv(made, password)
+        made.plain_username = _KV_USER.encode()
+        made.plain_password = password.encode()
         made.routing_id = path
         made.rcvhwm = 1  # bounds data in flight
         return made
@@ -710,18 +712,6 @@ class Curve:
         dealer.curve_serverkey = self._server_public
         dealer.curve_publickey = self._client_public
         dealer.curve_secretkey = self._client_secret
-
-
-def serve_kv(router: "zmq.Socket[bytes]") -> None:
-    """Require the password on the port for KV, before `bind`."""
-    router.plain_server = True
-    _require_authentication(router, _KV_DOMAIN)
-
-
-def dial_kv(dealer: "zmq.Socket[bytes]", password: str) -> None:
-    """Set the password of a DEALER for KV, before `connect`."""
-    dealer.plain_username = _KV_USER.encode()
-    dealer.plain_password = password.encode()
 
 
 def _require_authentication(router: "zmq.Socket[bytes]", domain: str) -> None:
