@@ -26,7 +26,6 @@ from sglang_cake.simulator.hardware import UNSURE, gpus_for, kv_capacity_tokens
 SHOWN = ("compute", "load", "cake", "optimum")
 MIN_GAIN = 1.05  # the model is not exact enough for smaller gains
 WANTED_GAIN = 1.2
-SEARCHES = 40
 
 
 def add_parser(subparsers: Any) -> None:
@@ -196,9 +195,7 @@ def _wanted_bandwidth(server: ServerSpec, tokens: int) -> float | None:
     low, high = block_bytes / load.block_s, 1e13
     if not gains(high):
         return None
-    for _ in range(SEARCHES):
-        if high / low < 1.02:
-            break
+    while high / low >= 1.02:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if gains(middle) else (middle, high)
     return high
