@@ -4,12 +4,12 @@ Stored prompts of 4k to 32k tokens arrive at random moments and share one device
 number is a mean over draws of the ratio to SGLang's first come, first served.
 """
 
-import argparse
 import random
 import statistics
 from pathlib import Path
 
 from benchmarks import documents, facts
+from benchmarks.command_line import parser_of
 from sglang_cake.loading import priority
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.simulator.machine import Machine
@@ -47,9 +47,7 @@ def drawn(seed: int, count: int, busy: float, new_share: float) -> list[Prompt]:
 
 def main() -> int:
     """Compute, print, and write the table into the document."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench_ageing", __doc__)
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"default {DRAWS}")
     parser.add_argument("--docs", action="store_true", help="write it into reports/scheduling.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "ageing.json")

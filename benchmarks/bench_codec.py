@@ -35,6 +35,7 @@ from benchmarks.codec_quality import (
 from benchmarks.codec_report import DOC, PAGE, losses, speed_tables, structure, varied_table
 from benchmarks.codec_structure import structures
 from benchmarks.codec_variants import variants
+from benchmarks.command_line import parser_of
 from benchmarks.documents import update
 from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.stats import spread
@@ -268,9 +269,7 @@ def raced(shapes: Sequence[Shape], blocks: Words, repeats: int, cores: int) -> l
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("bench_codec", __doc__)
     parser.add_argument("--small", action="store_true", help="one shape, few rounds, little text")
     parser.add_argument("--only", choices=PARTS, help="the other results stay")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")

@@ -8,7 +8,6 @@ SGLang without this package. The limit beside it is the noise: SGLang without th
 chunks of another size, which rounds sums in another order.
 """
 
-import argparse
 import json
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.codec_quality import document_windows
 from benchmarks.codec_report import DOC
+from benchmarks.command_line import parser_of
 from benchmarks.documents import table, update
 from benchmarks.facts import RESULTS, header, shown, write
 from benchmarks.servers import (
@@ -161,9 +161,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, write the result, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("bench_exactness", __doc__)
     parser.add_argument("--small", action="store_true", help="two documents, a shorter prefix")
     parser.add_argument("--docs", action="store_true", help="put the table into reports/codecs.md")
     parser.add_argument("--out", type=Path, default=RESULTS / "exactness-cpu.json")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, stats
+from benchmarks.command_line import parser_of
 from benchmarks.file_arms import (
     Run,
     buffer_of,
@@ -169,9 +170,7 @@ def write_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench_file_store", __doc__)
     parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
     parser.add_argument("--mib", default="1,4,16", help="block sizes")
     parser.add_argument("--depths", default="1,4,8", help="reads in flight")

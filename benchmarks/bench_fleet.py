@@ -15,6 +15,8 @@ from typing import Any
 
 from benchmarks import facts
 from benchmarks.command_line import parser_of
+from benchmarks.paper.pictures import draw
+from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
 from sglang_cake.cli.text_tables import table
 from sglang_cake.simulator.hardware import GPUS, Medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Clock, Machine, SharedStore
@@ -91,20 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {"links_of_store": links, "link_bytes_per_s": LINK.bytes_per_s, "rate": RATE}
         facts.write(args.json, {**facts.header("fleet", **settings), "cells": cells})
     if args.picture:
-        _draw(cells, links, args.picture)
+        draw(lambda figure: _draw(figure, cells, links), args.picture, (10, 4.2))
     return 0
 
 
-def _draw(cells: list[dict[str, Any]], links: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
-
-    plt.rcParams["svg.hashsalt"] = "cake"
-    figure, planes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+def _draw(figure: Any, cells: list[dict[str, Any]], links: float) -> None:
+    planes = figure.subplots(1, 2)
     for arm, colour in (("compute", COMPUTE), ("load", LOAD), ("cake", MEET)):
         here = [cell for cell in cells if cell["arm"] == arm]
         servers = [cell["servers"] for cell in here]
@@ -117,11 +111,7 @@ def _draw(cells: list[dict[str, Any]], links: float, path: Path) -> None:
     for axes in planes:
         axes.set_xscale("log")
         axes.set_xlabel("servers")
-        axes.spines[["top", "right"]].set_visible(False)
     planes[0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ two GPUs reaches of the 300 GB/s that their link is said to have. Speedups witho
 predictions altogether, stand beside those with it.
 """
 
-import argparse
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from benchmarks.chain_model import (
     traffic_tokens,
     with_loader,
 )
+from benchmarks.command_line import parser_of
 from sglang_cake.core.keys import Span
 from sglang_cake.runahead.grid_search import Searched, grid_search
 from sglang_cake.runahead.partition import Partition, balanced, even
@@ -369,7 +369,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     """Compute, print, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("bench_paper_kvr", __doc__)
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "paper-kvr.json")
     args = parser.parse_args()
     models = fitted_models()

@@ -6,7 +6,6 @@ fast as computing. Each number compares with the same server that computes every
 first served.
 """
 
-import argparse
 import math
 import random
 import statistics
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import documents, facts
+from benchmarks.command_line import parser_of
 from sglang_cake.loading import planner, priority
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.priority import QueueEntry
@@ -128,9 +128,7 @@ def tallies(streams: int, plan_s: float | None) -> dict[str, Tally]:
 
 def main() -> int:
     """Compute, print, and write the table into the document."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench_passing", __doc__)
     parser.add_argument("--streams", type=int, default=STREAMS, help=f"default {STREAMS}")
     parser.add_argument("--docs", action="store_true", help="write it into reports/scheduling.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "passing.json")

@@ -40,11 +40,12 @@ from benchmarks.chain_model import traffic_tokens
 from benchmarks.command_line import fill, parser_of
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.cli.runahead_search import TRIES
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core.keys import Span
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
 from sglang_cake.runahead.grid_search import grid_search
-from sglang_cake.runahead.partition import Partition, even
+from sglang_cake.runahead.partition import PARAMETER, Partition, even
 from sglang_cake.runahead.partition_table import PartitionTable
 from sglang_cake.simulator.shapes import kv_token_bytes
 
@@ -52,8 +53,6 @@ FULL = {"lengths": [512, 2048, 4096, 8192], "repeats": 5, "search_repeats": 2, "
 SMALL = {"lengths": [1024, 2048], "repeats": 2, "search_repeats": 1, "name": "small"}
 NEW_TOKENS = 2
 PAGE_TOKENS = 16
-PARAMETER = "cake_runahead"
-TRIES = 40
 CHAINS = ("even", "closed", "table", "search")
 GOAL, AUTO_GOAL, CLOSED_GOAL = 0.65, 1.05, 1.03
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

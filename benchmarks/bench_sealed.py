@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import documents
+from benchmarks.command_line import parser_of
 from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.file_arms import frame_of
 from benchmarks.stats import spread, whole_numbers
@@ -135,29 +137,23 @@ def rows(block_bytes: int, rates: Pairs) -> list[dict[str, Any]]:
 
 def table(found: list[dict[str, Any]]) -> str:
     """For people: medians."""
-    lines = [
-        "| block | arm | put GB/s | get GB/s | put CPU s/GB | get CPU s/GB |",
-        "|---:|---|" + "---:|" * 4,
-    ]
     by_arm: dict[tuple[int, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in found:
         by_arm[row["block_bytes"], row["arm"]][row["call"]] = row
+    lines = []
     for (size, arm), calls in by_arm.items():
         cells = [
-            calls[call][what]["median"]
+            f"{calls[call][what]['median']:.2f}"
             for what in ("gb_per_s", "cpu_s_per_gb")
             for call in ("put", "get")
         ]
-        lines.append(
-            f"| {size >> 20} MiB | {arm} | " + " | ".join(f"{c:.2f}" for c in cells) + " |"
-        )
-    return "\n".join(lines)
+        lines.append([f"{size >> 20} MiB", arm, *cells])
+    head = ["block", "arm", "put GB/s", "get GB/s", "put CPU s/GB", "get CPU s/GB"]
+    return documents.table(head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("bench_sealed", __doc__)
     parser.add_argument("--block-mib", default="1,4,16", help="sizes of blocks")
     parser.add_argument("--round-bytes", type=int, default=128 << 20, help="that a round moves")
     parser.add_argument("--repeats", type=int, default=7, help="rounds, after one that warms up")

@@ -7,7 +7,6 @@ server knows the cost of each tier. The rule `one average cost` predicts all loa
 an average block.
 """
 
-import argparse
 import math
 import random
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks import documents, facts
+from benchmarks.command_line import parser_of
 from benchmarks.harness.virtual_tiers import virtual_tiers
 from sglang_cake.integration import step_costs
 from sglang_cake.loading.cost_model import PromptCosts, TierLoads
@@ -129,9 +129,7 @@ def ratios(rule: str, draws: Sequence[Draw]) -> tuple[list[float], int]:
 
 def main() -> int:
     """Compute, print, and write the table into the document."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("bench_tiers", __doc__)
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of each row; default {DRAWS}")
     parser.add_argument("--docs", action="store_true", help="write it into reports/stores.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "tiers.json")

@@ -20,7 +20,6 @@ with one latent row for a token. They are built on the GPU when they are first n
 import argparse
 import math
 import multiprocessing
-import shutil
 import statistics
 import time
 from collections import defaultdict
@@ -37,7 +36,7 @@ from benchmarks.gpu.check import result_file
 from benchmarks.gpu.environment import asked
 from benchmarks.harness.deepseek import build_deepseek
 from sglang_cake.cli.demo import ProgressLog
-from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.models import build_llama, built_once
 from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, generate
 from sglang_cake.simulator.shapes import kv_token_bytes
 
@@ -113,14 +112,13 @@ def model_of(case: Case, *, small: bool) -> Path:
         "deepseek": SMALL_DEEPSEEK if small else DEEPSEEK,
     }[case.model]
     path = servers.WORK / f"gpu-{case.model}{'-small' if small else ''}"
-    if not path.is_dir():
-        building = servers.WORK / "gpu-building"
-        shutil.rmtree(building, ignore_errors=True)
+
+    def build(building: Path) -> None:
         # In another process: PyTorch would keep the device memory that the servers need.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             process.submit(_build, case.model, building, size).result()
-        building.rename(path)
-    return path
+
+    return built_once(path, build)
 
 
 def _build(model: str, path: Path, size: dict[str, Any]) -> None:
