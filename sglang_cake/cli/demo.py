@@ -74,7 +74,6 @@ class Setting:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `demo` to the command line."""
     parser = subparsers.add_parser(
         "demo",
         help="compare computing, loading and both at once on a real server",

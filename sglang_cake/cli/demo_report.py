@@ -44,7 +44,6 @@ class Arm:
 
     @property
     def trace(self) -> RequestTrace:
-        """The trace of the typical run."""
         reply = self.typical
         return read_event_trace(self.trace_file, reply.meta["id"], reply.first_token_s)
 
@@ -123,7 +122,6 @@ def evaluate(
 
 
 def table(arms: Arms, result: dict[str, Any]) -> str:
-    """The readable summary."""
     names = {"compute": "compute only", "load": "load only", "both": "both at once"}
     lines = ["", f"{'time to first token':22}{'median':>9}{'min':>9}{'max':>9}   both is"]
     for arm in arms:

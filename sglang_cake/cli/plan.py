@@ -29,7 +29,6 @@ WANTED_GAIN = 1.2
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `plan` to the command line."""
     parser = subparsers.add_parser(
         "plan",
         help="whether Cake would help, and by how much, from data sheets",

@@ -47,7 +47,6 @@ Ask = Callable[[int, object], tuple[float, dict[str, Any]]]
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `runahead` to the command line."""
     parser = subparsers.add_parser("runahead", help="several workers share a prompt: search")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     search = actions.add_parser(

@@ -39,7 +39,6 @@ MAX_REQUESTS = 100_000
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `simulate` to the command line."""
     parser = subparsers.add_parser(
         "simulate",
         help="time to first token on a machine that you describe",

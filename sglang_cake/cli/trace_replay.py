@@ -26,7 +26,6 @@ from sglang_cake.stores.eviction.policy import EvictionPolicy
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `trace` with its sub-command `replay` to the command line."""
     parser = subparsers.add_parser(
         "trace",
         help="replay recorded requests against eviction policies",
@@ -185,7 +184,6 @@ def _parse_policies(text: str) -> list[str]:
 
 
 def _parse_capacities(text: str) -> list[int]:
-    """Capacities in blocks."""
     parts = text.split(",")
     if not all(p.isascii() and p.isdecimal() and len(p) < 13 and int(p) for p in parts):
         raise ConfigError(f"--capacity: {text!r} is not possible, write blocks, as 4000,8000")

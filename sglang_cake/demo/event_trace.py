@@ -61,7 +61,6 @@ class RequestTrace:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token, from the arrival."""
         return self.first_token_s - self.arrive_s
 
     @property

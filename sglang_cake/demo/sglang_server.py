@@ -196,7 +196,6 @@ class SglangServer:
             process.wait()
 
     def logs(self) -> str:
-        """Everything the server has printed so far."""
         return self.log.read_text(errors="replace")
 
     def __enter__(self) -> Self:

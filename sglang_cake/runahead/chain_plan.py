@@ -28,7 +28,6 @@ class ChainPlan:
 
     @property
     def saved_s(self) -> float:
-        """The predicted gain."""
         return self.alone_s - self.predicted_s
 
 

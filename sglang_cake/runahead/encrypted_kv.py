@@ -144,6 +144,5 @@ class SendingSocket:
             raise PeerGone(f"it cannot be sent to: {error.strerror}") from None
 
     def close(self) -> None:
-        """End all connections."""
         with self._lock:
             self._socket.close()

@@ -96,7 +96,6 @@ class Owned:
 
     @property
     def agreed(self) -> bool:
-        """Whether all helpers have accepted."""
         return self.accepted == set(self.helpers)
 
     @property
@@ -292,7 +291,6 @@ class Member:
         return helping
 
     def refuse(self, offer: HelpOffer, reason: str) -> None:
-        """Refuse an offer."""
         with self._lock:
             self._end(offer.job)
         self._tell(offer.owner, Refuse(offer.job, reason[:200]))
@@ -311,7 +309,6 @@ class Member:
             self._tell(helping.offer.owner, Failed(helping.offer.job, blamed, failure[:200]))
 
     def close(self) -> None:
-        """End everything."""
         self._transport.close()
 
     # ---- `Handler`; the transport's threads ----

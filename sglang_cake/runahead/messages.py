@@ -203,7 +203,6 @@ def can_carry(text: str | None) -> bool:
 
 
 def encode(message: Message | PartHead) -> bytes:
-    """The bytes of a message or a head."""
     return _ENCODER.encode(message)
 
 

@@ -45,7 +45,6 @@ class Partition:
 
     @property
     def workers(self) -> int:
-        """How many workers have a span."""
         return len(self.bounds) - 1
 
     @property

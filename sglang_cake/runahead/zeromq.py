@@ -170,7 +170,6 @@ class Peer:
         self.is_here = False
 
     def start(self, handler: Handler) -> None:
-        """Begin to receive from it."""
         self._handler = handler
         threading.Thread(target=self._run, name=f"cake-runahead-{self._rank}", daemon=True).start()
 

@@ -110,8 +110,6 @@ SHAPES = {
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """The counts of a replay."""
-
     refs: int = 0
     hits: int = 0  # leading resident blocks
     islands: int = 0  # all resident blocks
@@ -127,22 +125,18 @@ class ReplayCounts:
 
     @property
     def hit_ratio(self) -> float:
-        """Leading hits / references."""
         return self.hits / max(1, self.refs)
 
     @property
     def island_hit_ratio(self) -> float:
-        """Resident blocks / references."""
         return self.islands / max(1, self.refs)
 
     @property
     def second_half_hit_ratio(self) -> float:
-        """The hit ratio of the second half of the requests."""
         return self.second_half_hits / max(1, self.second_half_refs)
 
     @property
     def byte_hit_ratio(self) -> float:
-        """Tokens of leading hits / tokens."""
         return self.hit_tokens / max(1, self.tokens)
 
     @property
@@ -200,7 +194,6 @@ class Replay:
         self.outcome = ReplayCounts(saved_s=[0.0] * len(clocks))
 
     def run(self) -> ReplayCounts:
-        """Replay the whole trace."""
         for _ in self.steps():
             pass
         return self.outcome

@@ -88,7 +88,6 @@ class Clock:
         heapq.heappush(self._actions, (max(when_s, self.now), next(self._number), action))
 
     def run(self) -> None:
-        """Run until no action is left."""
         while self._actions:
             self.now, _, action = heapq.heappop(self._actions)
             action()

@@ -25,8 +25,6 @@ MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One prompt."""
-
     at_s: float  # never before that of the previous request in the file
     tokens: int
     blocks: tuple[int, ...]

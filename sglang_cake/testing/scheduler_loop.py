@@ -72,7 +72,6 @@ class LoopRequest:
         return max(0, tokens - 1)
 
     def finished(self) -> bool:
-        """Whether it is over."""
         return False
 
 

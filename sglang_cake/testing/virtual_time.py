@@ -56,7 +56,6 @@ class VirtualIo:
 
     @property
     def now_s(self) -> float:
-        """The virtual time."""
         return self.loop.now_s
 
     @now_s.setter
