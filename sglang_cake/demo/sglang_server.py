@@ -19,9 +19,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
-from urllib.parse import urlsplit
 
 from sglang_cake.core.local_files import temporary_folder
 
@@ -202,12 +200,7 @@ class SglangServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _healthy(self) -> bool:
@@ -256,40 +249,33 @@ def generate(
     Args: logprobs_of: tokens whose log probabilities `Reply.meta` has, for each position of the
         answer (`output_token_ids_logprobs`).
     """
-    body = json.dumps(
-        {
-            "input_ids": list(input_ids),
-            "stream": True,
-            **(
-                {"return_logprob": True, "token_ids_logprob": list(logprobs_of)}
-                if logprobs_of
-                else {}
-            ),
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
-                **({} if custom_params is None else {"custom_params": dict(custom_params)}),
-            },
-        }
+    sampling: dict[str, Any] = {
+        "temperature": 0,
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": True,
+    }
+    if custom_params is not None:
+        sampling["custom_params"] = dict(custom_params)
+    body = {"input_ids": list(input_ids), "stream": True, "sampling_params": sampling}
+    if logprobs_of:
+        body |= {"return_logprob": True, "token_ids_logprob": list(logprobs_of)}
+    request = urllib.request.Request(
+        f"{base_url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    address = urlsplit(base_url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-    with contextlib.closing(connection):
-        sent_s = time.monotonic()
-        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"/generate: {response.status} {response.read()[:500]!r}")
-        first_token_s = 0.0
-        last: dict[str, Any] = {}
-        for line in response:
-            if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
-                continue
-            first_token_s = first_token_s or time.monotonic()
-            last = json.loads(line[len(b"data:") :])
-            if "error" in last:
-                raise RuntimeError(f"/generate: {last['error']}")
+    first_token_s = 0.0
+    last: dict[str, Any] = {}
+    sent_s = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            for line in response:
+                if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                    continue
+                first_token_s = first_token_s or time.monotonic()
+                last = json.loads(line[len(b"data:") :])
+                if "error" in last:
+                    raise RuntimeError(f"/generate: {last['error']}")
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"/generate: {error.code} {error.read()[:500]!r}") from None
     if not last:
         raise RuntimeError("/generate: the stream ended without a token")
     return Reply(last["output_ids"], last["meta_info"], sent_s, first_token_s)
