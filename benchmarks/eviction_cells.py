@@ -196,19 +196,10 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
         "policy": cell.policy,
         "capacity": cell.capacity,
         "capacity_blocks": capacity,
-        "refs": out.refs,
-        "hits": out.hits,
-        "hit_ratio": round(out.hit_ratio, 6),
-        "second_half_hit_ratio": round(out.second_half_hit_ratio, 6),
-        "byte_hit_ratio": round(out.byte_hit_ratio, 6),
-        "island_hit_ratio": round(out.island_hit_ratio, 6),
+        **{name: round(value, 6) for name, value in out.figures().items()},
         "seconds_saved": {
             name: round(seconds, 2) for name, seconds in saved.items() if cell.shape in ("", name)
         },
-        "evictions": out.evictions,
-        "written_blocks": out.written,
-        "write_amplification": round(out.write_amplification, 4),
-        "us_per_eviction": round(out.us_per_eviction, 2),
     }
     if cell.policy == "belady":
         bounds = [seconds_bound(trace, capacity, clock) for clock in clocks]

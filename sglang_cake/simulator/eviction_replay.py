@@ -123,31 +123,21 @@ class ReplayCounts:
     evicting_s: float = 0.0
     saved_s: list[float] = field(default_factory=list)  # of each shape
 
-    @property
-    def hit_ratio(self) -> float:
-        return self.hits / max(1, self.refs)
-
-    @property
-    def island_hit_ratio(self) -> float:
-        return self.islands / max(1, self.refs)
-
-    @property
-    def second_half_hit_ratio(self) -> float:
-        return self.second_half_hits / max(1, self.second_half_refs)
-
-    @property
-    def byte_hit_ratio(self) -> float:
-        return self.hit_tokens / max(1, self.tokens)
-
-    @property
-    def write_amplification(self) -> float:
-        """How often a written block was written on average; 0 without writes."""
-        return self.written / self.distinct_written if self.written else 0.0
-
-    @property
-    def us_per_eviction(self) -> float:
-        """Microseconds that the policy takes to choose one block; 0 without evictions."""
-        return 1e6 * self.evicting_s / self.evictions if self.evictions else 0.0
+    def figures(self) -> dict[str, float]:
+        """As `trace replay --json` names them. A written block was written `write_amplification`
+        times on average, and the policy takes `us_per_eviction` to choose one block."""
+        return {
+            "refs": self.refs,
+            "hits": self.hits,
+            "hit_ratio": self.hits / max(1, self.refs),
+            "byte_hit_ratio": self.hit_tokens / max(1, self.tokens),
+            "second_half_hit_ratio": self.second_half_hits / max(1, self.second_half_refs),
+            "island_hit_ratio": self.islands / max(1, self.refs),
+            "written_blocks": self.written,
+            "write_amplification": self.written / max(1, self.distinct_written),
+            "evictions": self.evictions,
+            "us_per_eviction": 1e6 * self.evicting_s / self.evictions if self.evictions else 0.0,
+        }
 
 
 class Replay:

@@ -156,8 +156,8 @@ def test_replay_prompt_longer_than_the_capacity_keeps_its_head():
 def test_replay_partial_last_block_counts_only_its_tokens():
     trace = Trace(SIZE, (TraceRequest(0.0, 5, (1, 2)), TraceRequest(1.0, 5, (1, 2))))
     outcome = Replay(trace, new_policy("lru"), 3).run()
-    assert outcome.byte_hit_ratio == 5 / 10
-    assert outcome.second_half_hit_ratio == 1.0
+    assert outcome.figures()["byte_hit_ratio"] == 5 / 10
+    assert outcome.figures()["second_half_hit_ratio"] == 1.0
 
 
 def test_seconds_bound_partial_last_block_that_takes_long_to_load_is_left_out():
