@@ -127,7 +127,7 @@ def search_one(
             if each.bounds not in known:
                 times = [helped(ask, tokens, each)[0] for _ in range(repeats)]
                 ttft_s = known[each.bounds] = statistics.median(times)
-                _append(journal, _JournalLine(each.bounds, ttft_s))
+                _append(journal, each.bounds, ttft_s)
                 say(
                     f"{tokens:,} tokens  {each.bounds}  {ttft_s:.3f} s  "
                     f"best {min(known.values()):.3f} s  #{len(known)}"
@@ -153,28 +153,21 @@ def search_one(
     return found
 
 
-class _JournalLine(msgspec.Struct):
-    """A line of the journal, by which a search that was stopped goes on."""
-
-    bounds: tuple[int, ...]
-    ttft_s: float
+# A line of the journal, by which a search that was stopped goes on: bounds and their TTFT.
+_JOURNAL_LINE = msgspec.json.Decoder(tuple[tuple[int, ...], float])
 
 
-_JOURNAL_LINE = msgspec.json.Decoder(_JournalLine)
-
-
-def _append(journal: Path, line: _JournalLine) -> None:
+def _append(journal: Path, bounds: tuple[int, ...], ttft_s: float) -> None:
     journal.touch(mode=0o600, exist_ok=True)
     with journal.open("ab") as file:
         # The newline first: it ends a line that a crash left.
-        file.write(b"\n" + msgspec.json.encode(line))
+        file.write(b"\n" + msgspec.json.encode((bounds, ttft_s)))
 
 
 def _read(journal: Path) -> Iterator[tuple[tuple[int, ...], float]]:
     for line in journal.read_bytes().splitlines() if journal.exists() else ():
         with contextlib.suppress(ValueError):  # a line that a crash left: it is measured again
-            found = untrusted.decode(_JOURNAL_LINE, line)
-            yield found.bounds, found.ttft_s
+            yield untrusted.decode(_JOURNAL_LINE, line)
 
 
 def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str, Any]]:

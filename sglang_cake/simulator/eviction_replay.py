@@ -24,8 +24,6 @@ from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, Benefit, EvictionPolicy, Usage, admits
 from sglang_cake.stores.reported_accesses import ConversationTracker, KnownPrompt
 
-BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayShape:
@@ -236,7 +234,9 @@ class Replay:
             if block in self._resident:
                 self._policy.touch(self._resident[block], request.at_s, 1, context)
             elif block in admitted:
-                self._insert(block, request.at_s, context)
+                self._resident[block] = self._next_block
+                self._policy.add(self._next_block, self._usage(block, request.at_s, context))
+                self._next_block += 1
                 if self._leaf and position:
                     self._parent[block] = parent = request.blocks[position - 1]
                     self._children[parent] = self._children.get(parent, 0) + 1
@@ -244,13 +244,9 @@ class Replay:
         self._written |= admitted
         self.outcome.distinct_written = len(self._written)
 
-    def _insert(self, block: int, at_s: float, context: AccessContext) -> None:
-        self._resident[block] = self._next_block
-        self._policy.add(self._next_block, self._usage(block, at_s, context))
-        self._next_block += 1
-
     def _usage(self, block: int, at_s: float, context: AccessContext) -> Usage:
-        return Usage(self._trace.block_tokens * BYTES_PER_TOKEN, at_s, at_s, 0, block, context)
+        # A byte a token: only proportions matter.
+        return Usage(self._trace.block_tokens, at_s, at_s, 0, block, context)
 
     def _evict(self, blocks: int, request: TraceRequest) -> None:
         if blocks <= 0:
