@@ -289,7 +289,7 @@ class Peer:
             connection = _Connection(listener, address, self._poller, connect_s, of_kv=True)
             self._kv = _KvPath(connection, receiver)
         is_known = self._kv_sender is not None and self._kv_sender.name == hello.path
-        if hello.heard == self._session and not is_known:
+        if hello.heard == self._session != 0 and not is_known:
             self._kv_sender = EncryptedKvSender(hello.path, hello.key, self._times.send_s)
         self._judge("")
 

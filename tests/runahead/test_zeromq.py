@@ -577,6 +577,28 @@ def test_zeromq_peer_that_takes_no_kv_is_gone_after_the_timeout(two: Callable[..
 # ---- addresses ----
 
 
+class Lagging(CountingTransport):
+    """It looks at a connection only when the other end has greeted it on this connection."""
+
+    def listener(self) -> Any:
+        made = super().listener()
+        connect = made.connect
+
+        def connect_and_lag(address: str) -> None:
+            connect(address)
+            made.poll(WAIT_S * 1e3)
+
+        made.connect = connect_and_lag
+        return made
+
+
+def test_zeromq_greeting_that_is_there_before_the_connection_was_looked_at_is_heard(
+    two: Callable[..., Two], caplog: pytest.LogCaptureFixture
+) -> None:
+    two(kinds=(CountingTransport, Lagging)).meet()
+    assert "could not be heard" not in caplog.text
+
+
 def test_zeromq_members_meet_on_ip_version_6_addresses() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
