@@ -13,14 +13,14 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
 from sglang_cake.codecs.frame import HEADER_BYTES, Header, PayloadHasher, read_header
 from sglang_cake.core.errors import BlockCorrupt, StoreFull
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.threads import LimitedThreads, check_stop, wait_uncancelled
+from sglang_cake.core.threads import LimitedThreads, check_stop
 from sglang_cake.stores.file.block_files import NewFile, is_cached
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http import protocol
@@ -118,11 +118,15 @@ class BlockService:
     async def get(self, request: web.BaseRequest, block: protocol.Resource) -> web.StreamResponse:
         """GET and HEAD. Raises: BlockMissing, BlockCorrupt, StoreUnavailable; RefusedRequest."""
         is_use = request.headers.get(protocol.USE_HEADER) != protocol.NO_USE
-        counts = request.method == "GET" and is_use
+        is_get = request.method == "GET"
         # `closing`: errors about the client do not reach the folder's context. Those of a read do.
         with contextlib.closing(contextlib.ExitStack()) as held:
-            reading = self._reading(block.digest, block.key, counts=counts)
-            fd = await self._readers.run(lambda stop: held.enter_context(reading))
+
+            def open_block(stop: threading.Event) -> int:
+                reading = self._reading(block, counts=is_get and is_use, in_cache=is_get, stop=stop)
+                return held.enter_context(reading)
+
+            fd = await self._readers.run(open_block)
             size = os.fstat(fd).st_size
             start, stop = 0, size
             response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
@@ -134,10 +138,7 @@ class BlockService:
                 response.set_status(206)
                 response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             response.content_length = stop - start
-            if request.method == "GET":
-                if not is_cached(fd, size):
-                    read = functools.partial(_read_held, held, fd, start, stop)
-                    await self._readers.run(read)
+            if is_get:
                 await self._send(request, response, fd, start, stop - start)
             return response
 
@@ -163,22 +164,30 @@ class BlockService:
         try:
             async with asyncio.timeout(self._stuck_s * (1 + count / FLOOR_BYTES)):
                 await response.prepare(request)
-                file = SharedFile(fd)
                 try:
-                    sent = await loop.sendfile(transport, file, start, count)
-                except BaseException:  # a thread may be reading, from a disk that hangs
-                    await wait_uncancelled(asyncio.ensure_future(asyncio.to_thread(file.close)))
-                    raise
-                file.close()
+                    file = io.FileIO(fd, closefd=False)
+                    sent = await loop.sendfile(transport, file, start, count, fallback=False)
+                except RuntimeError:  # before the first byte: not possible, as over TLS, or closed
+                    sent = await self._copy(response, fd, start, count)
                 if sent < count:
                     raise OSError(errno.EIO, "the file was truncated")
                 await response.write_eof()
-        except BaseException as error:
+        except BaseException:
             transport.abort()  # the client would take an error's text for the block
-            if isinstance(error, RuntimeError):  # of asyncio: the connection was closed before
-                raise ConnectionResetError(errno.ECONNRESET, str(error)) from error
             raise
         self._metrics.sent_bytes.inc(count)
+
+    async def _copy(self, response: web.StreamResponse, fd: int, start: int, count: int) -> int:
+        """Send bytes of the file through this process; returns how many there were."""
+        sent = 0
+
+        def read(_: threading.Event) -> bytes:
+            return os.pread(fd, min(COPY_BYTES, count - sent), start + sent)
+
+        while sent < count and (piece := await self._readers.run(read)):
+            await response.write(piece)
+            sent += len(piece)
+        return sent
 
     async def put(self, request: web.BaseRequest, block: protocol.Resource) -> web.Response:
         """Raises: RefusedRequest; StoreFull; StoreUnavailable; BlockCorrupt for wrong bytes."""
@@ -252,12 +261,18 @@ class BlockService:
     # The following methods run in threads.
 
     @contextlib.contextmanager
-    def _reading(self, digest: Digest, key: BlockKey, *, counts: bool) -> Iterator[int]:
-        """As `BlockFolder.reading`, for a file whose header names this block."""
+    def _reading(
+        self, block: protocol.Resource, *, counts: bool, in_cache: bool, stop: threading.Event
+    ) -> Iterator[int]:
+        """As `BlockFolder.reading`, for a file whose header names this block. `in_cache`: the file
+        is read into the page cache first. Raises: also Stopped."""
+        digest, key = block.digest, block.key
         with self._folder.reading(digest, key, counts=counts) as (fd, size):
             if size > MAX_BLOCK_BYTES:
                 raise BlockCorrupt(f"{size} bytes are no block")
             BlockCheck(digest, key, size).feed(memoryview(os.pread(fd, HEADER_BYTES, 0)))
+            if in_cache and not is_cached(fd, size):
+                read_into_cache(fd, size, stop)
             yield fd
 
     def _check(self, digest: Digest, key: BlockKey, _: threading.Event) -> None:
@@ -310,47 +325,16 @@ async def entered(threads: LimitedThreads, context: AbstractContextManager[T]) -
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(threads.pool, stack.close))
 
 
-class SharedFile(io.FileIO):
-    """A descriptor that stays the caller's. `close` waits until no thread reads from it.
-
-    Over TLS, `loop.sendfile` reads in a thread and does not wait for it after a cancellation. The
-    descriptor's number may be another file's or a connection's by then.
-    """
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd, closefd=False)
-        self._in_use = threading.Lock()
-
-    def readinto(self, into: Any, /) -> int | None:
-        """Raises: OSError; ValueError once it is closed."""
-        with self._in_use:
-            return super().readinto(into)
-
-    def close(self) -> None:
-        with self._in_use:
-            super().close()
-
-
-def read_into_cache(fd: int, start: int, stop_at: int, stop: threading.Event) -> None:
-    """Read bytes into the page cache, so that sending them never blocks the event loop.
+def read_into_cache(fd: int, size: int, stop: threading.Event) -> None:
+    """Read a file into the page cache, so that sending it never blocks the event loop.
 
     Raises: OSError; Stopped.
     """
     piece = bytearray(COPY_BYTES)
-    while start < stop_at:
+    done = 0
+    while done < size:
         check_stop(stop)
-        got = os.preadv(fd, [memoryview(piece)[: stop_at - start]], start)
+        got = os.preadv(fd, [piece], done)
         if not got:
             return
-        start += got
-
-
-def _read_held(
-    held: contextlib.ExitStack, fd: int, start: int, stop_at: int, stop: threading.Event
-) -> None:
-    """As `read_into_cache`. An error ends the contexts in `held`, which may raise another one."""
-    try:
-        read_into_cache(fd, start, stop_at, stop)
-    except BaseException as error:
-        held.__exit__(type(error), error, error.__traceback__)
-        raise
+        done += got

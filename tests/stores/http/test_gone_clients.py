@@ -1,9 +1,7 @@
 """Clients that close the connection before their request is answered, as after a time limit."""
 
-import contextlib
 import json
 import os
-import threading
 
 import pytest
 from http_servers import (
@@ -27,7 +25,7 @@ from sglang_cake.stores.file import block_files
 from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import STATS, block_path
 from sglang_cake.stores.http.request_body import RECEIVE_BYTES
-from sglang_cake.stores.http.server_blocks import READ_THREADS, BlockCheck, SharedFile
+from sglang_cake.stores.http.server_blocks import READ_THREADS, BlockCheck
 
 PATH = block_path(BIG_FRAME.digest, A)
 
@@ -121,38 +119,3 @@ def test_store_serve_check_whose_client_left_sets_the_corrupt_block_aside(
     hang_up(server, [connection])
     held.go.set()
     until(lambda: not file.exists(), "it is set aside")
-
-
-def test_shared_file_close_waits_for_a_read_in_another_thread():
-    def read():
-        begins.set()
-        with contextlib.suppress(ValueError):  # it was closed first
-            file.readinto(got)
-            ends.append("read")
-
-    def write():
-        closes.wait(WAIT_S)
-        os.write(sink, b"x")
-
-    reads = 0
-    for _ in range(50):
-        begins, closes, ends = threading.Event(), threading.Event(), []
-        source, sink = os.pipe()
-        file, got = SharedFile(source), bytearray(1)
-        threads = [threading.Thread(target=target) for target in (read, write)]
-        for thread in threads:
-            thread.start()
-        assert begins.wait(WAIT_S)
-        closes.set()
-        file.close()
-        at_close = bytes(got)
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert at_close == (b"x" if ends else b"\0")
-        assert file.closed
-        with pytest.raises(ValueError, match="closed"):
-            file.readinto(got)
-        for fd in (source, sink):
-            os.close(fd)
-        reads += len(ends)
-    assert reads
