@@ -276,28 +276,14 @@ def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> 
     """A `run` for argparse from a coroutine function. SIGTERM interrupts it as Ctrl-C does, and at
     once where it does not await."""
 
-    async def stoppable(args: argparse.Namespace) -> int:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def interrupt(*_: object) -> None:
-            if asyncio.current_task(loop) is task:
-                raise KeyboardInterrupt
-            loop.call_soon_threadsafe(task.cancel)
-
+    def run(args: argparse.Namespace) -> int:
         if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-            return await tool(args)
-        former = signal.signal(signal.SIGTERM, interrupt)
+            return asyncio.run(tool(args))
+        former = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            return await tool(args)
+            return asyncio.run(tool(args))
         finally:
             signal.signal(signal.SIGTERM, former)
-
-    def run(args: argparse.Namespace) -> int:
-        try:
-            return asyncio.run(stoppable(args))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
 
     return run
 
