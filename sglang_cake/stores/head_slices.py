@@ -12,6 +12,7 @@ import numpy as np
 
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
@@ -114,16 +115,9 @@ class HeadSliceStore(Store):
         await _all(store.delete(key) for store in self._stores)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        """Blocks with all slices. They are held in memory until the last slice is listed."""
-        first, *others = self._stores
-        found = {block.key: block async for block in first.list_blocks()}
-        for store in others:
-            listed = {block.key: block async for block in store.list_blocks()}
-            found = {
-                key: _both(block, listed[key]) for key, block in found.items() if key in listed
-            }
-        for block in found.values():
-            yield block
+        """Raises: StoreUnavailable, always."""
+        raise StoreUnavailable("the slices of blocks are in namespaces that are listed one by one")
+        yield  # makes it an iterator
 
     def events(self) -> Mapping[str, int]:
         """As in `Store`: the sum over all slices."""
@@ -131,9 +125,6 @@ class HeadSliceStore(Store):
         for store in self._stores:  # those of a slice that is not open have no names yet
             total.update(store.events())
         return total
-
-    async def remove_description(self) -> None:
-        await _all(store.remove_description() for store in self._stores)
 
     async def stats(self) -> StoreStats:
         """The stats of the first slice's store, whose capacity all slices share. Each slice's store
@@ -198,12 +189,6 @@ def _tier(slices: tuple[TierStats, ...]) -> TierStats:
     reading = all(each.reading for each in slices)
     writing = all(each.writing for each in slices)
     return TierStats(first.stats, reading, writing, counts)
-
-
-def _both(one: BlockInfo, other: BlockInfo) -> BlockInfo:
-    """A block that was used when its last used slice was."""
-    used = [each.used_s for each in (one, other) if each.used_s is not None]
-    return BlockInfo(one.key, one.stored_bytes + other.stored_bytes, max(used, default=None))
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
