@@ -199,11 +199,6 @@ async def blocks_in(named: NamedStore, frame: BlockFrame) -> AsyncIterator[Block
             yield block
 
 
-def blocks_of(named: NamedStore, frame: BlockFrame, store: Store) -> AsyncIterator[BlockInfo]:
-    """The same, of an open namespace: a folder that cannot be written has no index to list."""
-    return store.list_blocks() if named.files is None else blocks_in(named, frame)
-
-
 async def stats_of(named: NamedStore, frames: list[BlockFrame]) -> StoreStats:
     """How full a store is. A folder is not changed. Raises: StoreUnavailable."""
     if named.files is not None:

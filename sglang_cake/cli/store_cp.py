@@ -12,7 +12,7 @@ from sglang_cake.cli.named_stores import (
     DEFAULT_DEPTH,
     SHORT_DIGEST,
     NamedStore,
-    blocks_of,
+    blocks_in,
     complain,
     depth,
     for_each,
@@ -122,7 +122,7 @@ async def _copy(
             async def with_room() -> AsyncIterator[BlockKey]:
                 """The blocks to copy, while the destination has room for them."""
                 blocks = 0
-                async for key in lacking(blocks_of(source, frame, origin), there, passed):
+                async for key in lacking(blocks_in(source, frame), there, passed):
                     if not blocks:
                         unused = unused_bytes(destination, await there.stats()) - BESIDE_ALL_BYTES
                         # Less what other workers may be copying now.

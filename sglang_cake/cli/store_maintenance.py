@@ -15,7 +15,6 @@ from sglang_cake.cli.named_stores import (
     NamedStore,
     add_url_and_json,
     blocks_in,
-    blocks_of,
     checked,
     complain,
     depth,
@@ -153,7 +152,7 @@ async def _verify_namespace(
                 result.ok_bytes += block.stored_bytes
             bar.update(1)
 
-        await for_each(blocks_of(named, frame, store), check, at_once)
+        await for_each(blocks_in(named, frame), check, at_once)
 
 
 # ---- gc ----
