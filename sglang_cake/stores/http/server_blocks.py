@@ -39,6 +39,7 @@ MAX_BLOCK_BYTES = 1 << 30  # with header
 MAX_PUTS = 8  # at a time, in each process; each holds about two pieces in memory
 READ_THREADS = 8
 COPY_BYTES = 1 << 20  # read from the disk at a time
+TLS_BYTES = 1 << 18  # read, encrypted and sent at a time, so that a slow reader holds little memory
 
 
 class BlockCheck:
@@ -182,7 +183,7 @@ class BlockService:
         sent = 0
 
         def read(_: threading.Event) -> bytes:
-            return os.pread(fd, min(COPY_BYTES, count - sent), start + sent)
+            return os.pread(fd, min(TLS_BYTES, count - sent), start + sent)
 
         while sent < count and (piece := await self._readers.run(read)):
             await response.write(piece)
@@ -272,7 +273,7 @@ class BlockService:
                 raise BlockCorrupt(f"{size} bytes are no block")
             BlockCheck(digest, key, size).feed(memoryview(os.pread(fd, HEADER_BYTES, 0)))
             if in_cache and not is_cached(fd, size):
-                read_into_cache(fd, size, stop)
+                read_into_cache(fd, stop)
             yield fd
 
     def _check(self, digest: Digest, key: BlockKey, _: threading.Event) -> None:
@@ -281,10 +282,7 @@ class BlockService:
         with self._folder.reading(digest, key, counts=False) as (fd, size):
             check = BlockCheck(digest, key, size)
             done = 0
-            while done < size:
-                piece = os.pread(fd, COPY_BYTES, done)
-                if not piece:
-                    break
+            while piece := os.pread(fd, COPY_BYTES, done):
                 check.feed(memoryview(piece))
                 done += len(piece)
             check.finish()
@@ -325,16 +323,13 @@ async def entered(threads: LimitedThreads, context: AbstractContextManager[T]) -
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(threads.pool, stack.close))
 
 
-def read_into_cache(fd: int, size: int, stop: threading.Event) -> None:
+def read_into_cache(fd: int, stop: threading.Event) -> None:
     """Read a file into the page cache, so that sending it never blocks the event loop.
 
     Raises: OSError; Stopped.
     """
     piece = bytearray(COPY_BYTES)
     done = 0
-    while done < size:
+    while got := os.preadv(fd, [piece], done):
         check_stop(stop)
-        got = os.preadv(fd, [piece], done)
-        if not got:
-            return
         done += got

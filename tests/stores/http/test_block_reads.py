@@ -177,9 +177,8 @@ def make_cold(fd):
 
 def test_reading_makes_a_cold_file_warm(fd):
     make_cold(fd)
-    read_into_cache(fd, len(DATA), threading.Event())
+    read_into_cache(fd, threading.Event())
     assert is_cached(fd, len(DATA))
-    read_into_cache(fd, 2 * len(DATA), threading.Event())  # ends where the file does
 
 
 def test_is_cached_file_of_which_only_the_ends_are_cached_is_false(fd):
@@ -193,7 +192,7 @@ def test_read_into_cache_with_stop_set_raises_stopped(fd):
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped):
-        read_into_cache(fd, len(DATA), stop)
+        read_into_cache(fd, stop)
 
 
 def test_store_serve_cold_block_is_sent_whole_and_as_a_range(tmp_path):
