@@ -44,8 +44,7 @@ DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 BACKLOG = 1024  # connections that wait in the system until a worker accepts them
 HANDSHAKE_S = 10.0
 BEAT_S = 1.0  # interval of a worker's reports to gunicorn
-COUNT_S = 1.0  # interval in which a worker counts evictions and corrupt blocks
-REFRESH_S = 1.0  # interval in which a worker reads the credentials again
+EVERY_S = 1.0  # interval in which a worker counts blocks, and reads the credentials again
 SETTLE_S = 0.2  # after the last accept: requests that have been sent are read in that time
 END_S = 20.0  # requests in progress may take so long when the server stops
 CUT_S = 2.0  # requests that are cut off then may take so long to end
@@ -347,8 +346,7 @@ class _Worker(Worker):
             self.booted = True
             self._tell(READY)
             self._announce()
-            tasks.append(asyncio.create_task(_count(store)))
-            tasks.append(asyncio.create_task(_refresh(credentials)))
+            tasks.append(asyncio.create_task(_look_after(store, credentials)))
             await stopping.wait()
             # Accept no more. `close` at once would drop connections that asyncio has accepted and
             # not yet set up.
@@ -391,18 +389,12 @@ class _Worker(Worker):
             await asyncio.sleep(BEAT_S)
 
 
-async def _count(store: "StoreServer") -> None:
-    """Every COUNT_S: count blocks."""
-    while True:
-        store.count_blocks()
-        await asyncio.sleep(COUNT_S)
-
-
-async def _refresh(credentials: ServerCredentials) -> None:
-    """Every REFRESH_S: read the tokens and the certificate again."""
+async def _look_after(store: "StoreServer", credentials: ServerCredentials) -> None:
+    """Every EVERY_S: count evictions and corrupt blocks, and read tokens and certificate again."""
     warned = ""
     while True:
-        await asyncio.sleep(REFRESH_S)
+        store.count_blocks()
+        await asyncio.sleep(EVERY_S)
         try:
             await asyncio.to_thread(credentials.refresh)
             warned = ""
