@@ -7,7 +7,7 @@ is read. If there are at most `at_once` keys, every key is looked up.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -52,10 +52,13 @@ def next_lookups(count: int, known: Mapping[int, bool], at_most: int) -> list[in
         at_most: limit for one round, at least 2.
     """
     if not known:
-        return _spread(-1, count, at_most) if count <= at_most else _with_ends(count, at_most)
+        if count <= at_most:
+            return list(range(count))
+        # With both ends: one round is enough for a prompt that is stored wholly or not at all.
+        return [0, *_spread(0, count - 1, at_most - 2), count - 1]
     gaps = [
         (left, right)
-        for left, right in _neighbours(known)
+        for left, right in pairwise(sorted(known))
         if known[left] != known[right] and right - left > 1
     ][:at_most]
     if sum(right - left - 1 for left, right in gaps) <= at_most:
@@ -67,22 +70,10 @@ def next_lookups(count: int, known: Mapping[int, bool], at_most: int) -> list[in
 def stored(count: int, known: Mapping[int, bool]) -> list[bool]:
     """For every position: known to be stored, or between two that are."""
     found = [known.get(position, False) for position in range(count)]
-    for left, right in _neighbours(known):
+    for left, right in pairwise(sorted(known)):
         if known[left] and known[right]:
             found[left:right] = [True] * (right - left)
     return found
-
-
-def _neighbours(known: Mapping[int, bool]) -> Iterator[tuple[int, int]]:
-    return pairwise(sorted(known))
-
-
-def _with_ends(count: int, at_most: int) -> list[int]:
-    """`at_most` positions at equal distances, with the first and the last.
-
-    For a prompt that is stored wholly or not at all, one round is enough.
-    """
-    return [step * (count - 1) // (at_most - 1) for step in range(at_most)]
 
 
 def _spread(left: int, right: int, at_most: int) -> list[int]:
