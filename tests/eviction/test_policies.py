@@ -201,6 +201,31 @@ def test_eviction_policy_touch_in_the_past_keeps_the_access_time(name):
     assert policy.pop(7.0)[0] == 1
 
 
+COUNTS = st.sampled_from([0, 1, 2**31, 2**63 - 1])
+TIMES_S = st.sampled_from([-1.7e308, -1.0, 0.0, 1e9, 1.7e308])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    st.lists(
+        st.builds(
+            Usage,
+            COUNTS,
+            TIMES_S,
+            TIMES_S,
+            COUNTS,
+            COUNTS,
+            st.builds(AccessContext, st.just("a"), COUNTS, COUNTS, st.sampled_from([1, 2**63 - 1])),
+        )
+    )
+)
+def test_eviction_policy_orders_blocks_of_any_facts_that_an_index_can_hold(name, usages):
+    policy = new_policy(name, BENEFIT)
+    for block, usage in enumerate(usages):
+        policy.add(block, usage)
+    assert sum(policy.pop(1e9) is not None for _ in usages) == len(usages)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_eviction_policy_popped_block_added_again_is_popped_again(name):
     policy = new_policy(name)

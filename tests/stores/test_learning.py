@@ -11,7 +11,6 @@ from test_capacity import DIGEST, opened, there
 
 from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction import POLICIES
-from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
 from sglang_cake.stores.file.block_files import FolderSettings
@@ -311,25 +310,6 @@ def test_evictor_clock_set_back_while_running_evicts_blocks_used_before(
         evictor.touched([touched])  # it counts again
         assert evictor.free(index, Amount(19 * BYTES)).files == 19
         assert {block.key for block in index.stored(0, 100)} == {key_of(0), key_of("new")}
-
-
-def test_evictor_block_that_the_policy_cannot_order_is_skipped_and_logged_once(
-    tmp_path, monkeypatch, caplog
-):
-    add = RankedPolicy.add
-
-    def fail_for_two(policy, block, usage):
-        add(policy, block, usage)
-        if usage.ident in (ident_of(key_of(3)), ident_of(key_of(7))):
-            raise ZeroDivisionError("a mistake")
-
-    monkeypatch.setattr(RankedPolicy, "add", fail_for_two)
-    with leading(tmp_path, 20) as (evictor, index):
-        assert evictor.learn(index, stop)
-        assert evictor.known_blocks == 18
-        assert evictor.free(index, Amount(20 * BYTES)).files == 18
-        assert indexed(index) == [3, 7]
-    assert caplog.text.count("a block cannot be ordered") == 1
 
 
 # ---- an index that fails ----

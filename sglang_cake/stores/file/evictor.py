@@ -104,7 +104,6 @@ class Evictor:
         self.leads = False
         self.space = FreeSpace(settings.path, settings.min_free_bytes, clock)
         self._choosing_ns = 0
-        self._has_complained = False  # of an exception of the policy
         self._has_damaged_files = False
         self.counts = dict.fromkeys(EVICTION_COUNTS, 0)
 
@@ -208,7 +207,7 @@ class Evictor:
                         break
                     for found in batch:
                         if found.id not in kept:
-                            self._add(policy, found.id, found.usage)
+                            policy.add(found.id, found.usage)
                     continue
                 block, usage = popped
                 kept[block] = usage
@@ -220,7 +219,7 @@ class Evictor:
                 if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     del kept[block]
                     policy.give_back(block, usage)
-                    self._add(policy, block, stored.usage)
+                    policy.add(block, stored.usage)
                     freed = _with(freed, passed=1)
                     continue
                 try:
@@ -395,7 +394,7 @@ class Evictor:
             if policy is self._policy and seen == self._seen:  # no other thread was faster
                 for block in batch:
                     if self.leads:
-                        self._add(policy, block.id, block.usage)
+                        policy.add(block.id, block.usage)
                         is_unknown = block.usage.context.tenant == UNKNOWN_TENANT
                         if is_unknown and self._settings.tenant_rules:
                             self._unknown.append(block.id)
@@ -421,15 +420,6 @@ class Evictor:
                     else:
                         self._policy.touch(block.id, usage.used_s, 0, usage.context)
             rest(REST_S)
-
-    def _add(self, policy: EvictionPolicy, block: int, usage: Usage) -> None:
-        try:
-            policy.add(block, usage)
-        except Exception:  # of facts that no block should have: the other blocks must be evictable
-            policy.remove(block)
-            if not self._has_complained:
-                logger.exception("store %s: a block cannot be ordered: %s", self._root, usage)
-            self._has_complained = True
 
     def _complain_of_file(self, error: OSError) -> None:
         if not self._has_damaged_files:
