@@ -4,6 +4,7 @@ import functools
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -54,15 +55,6 @@ class HeldBlock:
     def data(self) -> memoryview:
         """The payload."""
         return self.buffer.view[: self.size_bytes]
-
-
-@dataclass(slots=True)
-class MemoryEvictionCounts:
-    """Evictions for the blocks of one store. The memory changes it under its lock."""
-
-    evicted_blocks: int = 0
-    evicted_bytes: int = 0
-    choosing_ns: int = 0
 
 
 class BlockMemory:
@@ -188,7 +180,7 @@ class BlockMemory:
         size_bytes: int,
         *,
         must_earn_place: bool,
-        evictions: MemoryEvictionCounts | None = None,
+        evictions: Counter[str] | None = None,
     ) -> HeldBlock | None:
         """A new block, to be filled and then committed. None if there is one already, or one that
         is being filled. Others may be evicted.
@@ -196,12 +188,12 @@ class BlockMemory:
         Args:
             must_earn_place: None as well if the policy would evict this block before others, or
                 only blocks that are not written below could be evicted for it.
-            evictions: counts the evictions for it.
+            evictions: counts the evictions for it, as in `EvictionCounts`.
 
         Raises: StoreFull if all blocks that could be evicted for it are in use.
         """
         now_s = time.monotonic()
-        evictions = evictions or MemoryEvictionCounts()
+        evictions = Counter() if evictions is None else evictions
         if (digest, key) in self._blocks:
             return None
         # Without the lock, since it waits for a long report.
@@ -230,10 +222,10 @@ class BlockMemory:
             self._policy.add(number, usage)
             return block
 
-    def commit(self, block: HeldBlock, evictions: MemoryEvictionCounts | None = None) -> bool:
+    def commit(self, block: HeldBlock, evictions: Counter[str] | None = None) -> bool:
         """The block has all its bytes; False if it was deleted meanwhile. Args: evictions: as in
         `add`."""
-        evictions = evictions or MemoryEvictionCounts()
+        evictions = Counter() if evictions is None else evictions
         with self._lock:
             block.whole = not block.gone
             self._leave(block)
@@ -309,7 +301,7 @@ class BlockMemory:
     def _evict(
         self,
         now_s: float,
-        evictions: MemoryEvictionCounts,
+        evictions: Counter[str],
         *,
         own: int | None = None,
         before: int | None = None,
@@ -367,9 +359,9 @@ class BlockMemory:
                 self._policy.give_back(number, usage)
         if victim is not None:
             self._remove(victim)
-            evictions.evicted_blocks += 1
-            evictions.evicted_bytes += self._stride_bytes
-        evictions.choosing_ns += time.perf_counter_ns() - began_ns
+            evictions["evicted_blocks"] += 1
+            evictions["evicted_bytes"] += self._stride_bytes
+        evictions["evicting_us"] += round((time.perf_counter_ns() - began_ns) / 1000)
         return victim is not None
 
     def _remove(self, block: HeldBlock) -> None:
@@ -391,7 +383,8 @@ class BlockMemory:
 
 
 class Unwritten:
-    """Implements `tier.KeptBlock`: a block of this memory."""
+    """A block that a store below is yet to get. It may be evicted meanwhile, but other blocks come
+    first."""
 
     def __init__(self, memory: BlockMemory, block: HeldBlock) -> None:
         self._memory = memory
@@ -399,10 +392,12 @@ class Unwritten:
         self._pinned = False
 
     def pin(self) -> memoryview | None:
+        """The payload, which stays until `release`; None: it was evicted or deleted."""
         self._pinned = self._memory.pin(self._block)
         return self._block.data if self._pinned else None
 
     def release(self) -> None:
+        """The store below has the block, or will not get it. Called once."""
         self._memory.written(self._block)
         if self._pinned:
             self._memory.release(self._block)

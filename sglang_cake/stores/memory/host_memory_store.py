@@ -7,6 +7,7 @@ behind. Schedulers on one machine divide the capacity.
 import asyncio
 import functools
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -35,7 +36,7 @@ from sglang_cake.stores.base import (
 )
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.memory.block_memory import BlockMemory, MemoryEvictionCounts, Unwritten
+from sglang_cake.stores.memory.block_memory import BlockMemory, Unwritten
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
 
 MOST_THREADS: Final = 4  # for each direction: so many saturate the memory of one socket
@@ -62,7 +63,7 @@ class HostMemoryStore(Store):
         self._memory: BlockMemory | None = memory
         self._frame = frame
         self._reads_count = reads_count
-        self._evictions = MemoryEvictionCounts()
+        self._evictions = Counter[str]()
         self._readers = DaemonPool(threads, "cake-memory-read")
         self._writers = DaemonPool(threads, "cake-memory-write")
 
@@ -114,12 +115,7 @@ class HostMemoryStore(Store):
             yield block
 
     async def stats(self) -> StoreStats:
-        evictions = EvictionCounts(
-            self._evictions.evicted_bytes,
-            self._evictions.evicted_blocks,
-            self._evictions.choosing_ns // 1000,
-        )
-        return replace(self._opened().stats(), evictions=evictions)
+        return replace(self._opened().stats(), evictions=EvictionCounts(**self._evictions))
 
     async def close(self) -> None:
         """Calls that wait for a thread fail. The memory is freed with its last open store."""

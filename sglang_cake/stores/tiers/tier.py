@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, copy_in_pieces
 from sglang_cake.core.errors import (
@@ -21,6 +21,7 @@ from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.base import LazyStore, LentBlock, Store, StoreStats, puts_at_once
 from sglang_cake.stores.circuit_breaker import SLACK, Breaker
 from sglang_cake.stores.link_speed import LinkSpeed
+from sglang_cake.stores.memory.block_memory import Unwritten
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 
 logger = logging.getLogger(__name__)
@@ -32,21 +33,8 @@ PROBE_S = 30.0  # time for a block that is read in the background
 MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
 
 
-class KeptBlock(Protocol):
-    """A block of a store in memory that a store below is yet to get. It may be evicted meanwhile,
-    but other blocks come first."""
-
-    def pin(self) -> memoryview | None:
-        """The payload, which stays until `release`; None: it was evicted or deleted."""
-        ...
-
-    def release(self) -> None:
-        """The store below has the block, or will not get it. Called once."""
-        ...
-
-
 class _KeptCopy:
-    """Implements `KeptBlock`: a copy of a payload in a buffer."""
+    """As `Unwritten`, of a copy in a buffer."""
 
     def __init__(self, buffer: Buffer, size_bytes: int, buffers: BufferPool) -> None:
         self._buffer = buffer
@@ -92,7 +80,7 @@ class CopyQueue:
         self._places = asyncio.Semaphore(at_once)
         self._filling: set[BlockKey] = set()  # being encoded, or copied into a buffer
         self._jobs: dict[BlockKey, asyncio.Task[None]] = {}  # waiting, or being written
-        self._waiting: dict[BlockKey, KeptBlock] = {}
+        self._waiting: dict[BlockKey, Unwritten | _KeptCopy] = {}
 
     @property
     def pending(self) -> int:
@@ -133,7 +121,7 @@ class CopyQueue:
         self._start(key, _KeptCopy(buffer, data.nbytes, self.buffers))
         return True
 
-    def keep(self, key: BlockKey, block: KeptBlock) -> bool:
+    def keep(self, key: BlockKey, block: Unwritten) -> bool:
         """Queue a block that a tier in memory keeps, and release it later; False if the queue is
         full. The block replaces a waiting one with the same key, which may be evicted by now."""
         if (before := self._waiting.get(key)) is not None:
@@ -146,7 +134,7 @@ class CopyQueue:
         self._start(key, block)
         return True
 
-    def _start(self, key: BlockKey, block: KeptBlock) -> None:
+    def _start(self, key: BlockKey, block: Unwritten | _KeptCopy) -> None:
         self._waiting[key] = block
         task = asyncio.ensure_future(self._run(key))
         self._jobs[key] = task
@@ -206,24 +194,6 @@ class TierCounts:
     left_out_blocks: int = 0  # not copied: the tier was left out
     dropped_blocks: int = 0  # not copied: the store was closed, or the block deleted
     left_out: int = 0  # how often the tier was left out
-
-
-class ProgressOfTries:
-    """Progress of a block that is read from one tier after another. Implements `TellBytes`."""
-
-    def __init__(self, progress: TellBytes) -> None:
-        self._progress = progress
-        self._begun = False
-
-    def __call__(self, count: int) -> None:
-        self._begun = True
-        self._progress(count)
-
-    def broke_off(self) -> None:
-        """The read failed: report a new start, if this tier reported progress."""
-        if self._begun:
-            self._begun = False
-            self._progress(0)
 
 
 class Tier:

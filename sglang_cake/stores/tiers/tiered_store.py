@@ -44,7 +44,7 @@ from sglang_cake.stores.base import (
     TierStats,
 )
 from sglang_cake.stores.link_speed import quickest, soonest
-from sglang_cake.stores.tiers.tier import ProgressOfTries, Tier
+from sglang_cake.stores.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -278,7 +278,14 @@ class TieredStore(Store):
         known = self._locations.of(key)
         deletes = self._deletes
         left = [tier for tier in self.tiers if not tier.bit & known.lacking]
-        tries = None if progress is None else ProgressOfTries(progress)
+        has_begun = False
+
+        def tell(count: int) -> None:
+            nonlocal has_begun
+            has_begun = True
+            if progress is not None:
+                progress(count)
+
         errors: list[StoreError] = []
         while left:
             tier = self._next_to_read(left, known, out.nbytes)
@@ -287,11 +294,12 @@ class TieredStore(Store):
                 break
             left.remove(tier)
             try:
-                read_bytes = await tier.get_into(key, out, tries)
+                read_bytes = await tier.get_into(key, out, progress and tell)
             except StoreError as error:
                 errors.append(error)
-                if tries is not None:
-                    tries.broke_off()
+                if has_begun:  # the next tier may report none
+                    tell(0)
+                    has_begun = False
                 if isinstance(error, BlockMissing | BlockCorrupt):
                     self._locations.learn(key, asked=tier.bit, having=0)
                 continue
