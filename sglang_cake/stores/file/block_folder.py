@@ -56,9 +56,7 @@ LIST_AT_ONCE = 1000  # blocks in one query of a listing
 MAKE_ROOM_S = 1.0
 MOST_UNUSED = 64  # namespaces that are described and have no blocks
 MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
-MOST_UNREADABLE = 64  # blocks of which an I/O error is remembered
-# Time for which such an error is kept although other blocks have errors, too.
-UNREADABLE_KEPT_S = 600.0
+MOST_UNREADABLE = 1024  # blocks of which an I/O error is remembered; of more, none is
 # Time after which a further I/O error of a block shows that it is damaged. A disk that fails for a
 # shorter time loses no block.
 UNREADABLE_S = 60.0
@@ -456,18 +454,13 @@ class BlockFolder:
         """Record an I/O error of a block; whether the block is at fault, and not the whole disk."""
         now_s = self._clock()
         with self._counting:
-            first_s = self._unreadable.get(block)
-            if first_s is None:
-                if len(self._unreadable) == MOST_UNREADABLE:
-                    oldest = next(iter(self._unreadable))
-                    if now_s - self._unreadable[oldest] < UNREADABLE_KEPT_S:
-                        return False
-                    del self._unreadable[oldest]
-                self._unreadable[block] = now_s
-            elif first_s < self._read_s and now_s - first_s >= UNREADABLE_S:
+            if len(self._unreadable) > MOST_UNREADABLE:
+                self._unreadable.clear()
+            first_s = self._unreadable.setdefault(block, now_s)
+            is_at_fault = first_s < self._read_s and now_s - first_s >= UNREADABLE_S
+            if is_at_fault:
                 del self._unreadable[block]
-                return True
-        return False
+            return is_at_fault
 
     def _set_aside(
         self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
