@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -34,7 +35,6 @@ from sglang_cake.stores.file.block_files import CORRUPT, FolderSettings, NewFile
 from sglang_cake.stores.file.disk import (
     DAMAGE_ERRORS,
     Amount,
-    WriteBackoff,
     on_disk_bytes,
     os_errors,
 )
@@ -90,7 +90,8 @@ class BlockFolder:
         self.settings = settings
         self._root = root = settings.path
         self._clock = clock
-        self._backoff = WriteBackoff(clock)
+        self._writing_rests = Backoff()  # after the disk refused a write
+        self._refusal: StoreError = StoreUnavailable()
         with os_errors(root):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.descriptions = NamespaceDescriptions(root)
@@ -232,7 +233,9 @@ class BlockFolder:
 
         Raises: StoreFull, StoreUnavailable.
         """
-        self._backoff.check()
+        if left_s := self._writing_rests.left_s(self._clock()):
+            refusal = f"writing rests for {left_s:.0f} s after {self._refusal}"
+            raise type(self._refusal)(refusal)
         now_s = time.time()
         access = self._accesses.access_for_put(digest, key, now_s)
         with os_errors(self._root, self._write_failed):
@@ -363,7 +366,10 @@ class BlockFolder:
     # ---- space and index ----
 
     def _write_failed(self, failure: StoreError) -> None:
-        self._backoff.failed(failure)
+        now_s = self._clock()
+        if not self._writing_rests.left_s(now_s):  # writes that began before extend no pause
+            self._writing_rests.start(now_s)
+            self._refusal = failure
         if isinstance(failure, StoreFull):
             self.evictor.space.refused()
 
@@ -424,7 +430,7 @@ class BlockFolder:
 
     def _commit(self, row: IndexedBlock, file: NewFile) -> None:
         """Mark the block as stored, or remove its file. Raises: StoreUnavailable; OSError."""
-        self._backoff.succeeded()
+        self._writing_rests.reset()
         stored = None
         try:
             with self.supervisor.open() as index:

@@ -1,4 +1,4 @@
-"""The disk of a file store: kind of file system, free space, errors, backoff after them."""
+"""The disk of a file store: kind of file system, free space, errors."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import StoreError, StoreFull, StoreUnavailable
 
 # `f_type` in statfs(2), of file systems that several machines can mount. 9p is none of them: gVisor
@@ -237,32 +236,6 @@ class FreeSpace:
             self._unreported_bytes = max(0, self._unreported_bytes - newly_reported_bytes)
         if now_s >= self._unreported_until_s:
             self._unreported_bytes = 0
-
-
-class WriteBackoff:
-    """Pauses of writing after a disk refused a write, so that not every block has to fail."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._backoff = Backoff()
-        self._failure: StoreError | None = None
-
-    def check(self) -> None:
-        """Raises: during a pause, the error of the write that started it, as a new error."""
-        left_s = self._backoff.left_s(self._clock())
-        if left_s > 0 and self._failure is not None:
-            raise type(self._failure)(f"writing rests for {left_s:.0f} s after {self._failure}")
-
-    def failed(self, failure: StoreError) -> None:
-        """Record a failed write. Writes that started before the pause do not extend it."""
-        now_s = self._clock()
-        if not self._backoff.left_s(now_s):
-            self._backoff.start(now_s)
-            self._failure = failure
-
-    def succeeded(self) -> None:
-        """Record a successful write."""
-        self._backoff.reset()
 
 
 # Errors of damaged sectors. Reads past the page cache get the block layer's own codes in place of

@@ -113,7 +113,7 @@ class IndexSupervisor:
         if wait and self._index is None:
             self._opened.wait(max(0.0, self._wait_until_s - time.monotonic()))
         index = self._index
-        if index is None or not self._is_current(index):
+        if index is None or not self._is_there(index.file):
             self._drop_index(index)
             being_opened = f"{self._root}: the index is being opened or rebuilt"
             raise StoreUnavailable(self._complained or being_opened)
@@ -220,12 +220,8 @@ class IndexSupervisor:
             os.close(self._lead)
             self._lead = None
 
-    def _is_current(self, index: BlockIndex) -> bool:
-        """Whether the file is the open one: another process may have replaced a damaged index."""
-        return self._is_there(index.file)
-
     def _is_there(self, file: os.stat_result) -> bool:
-        """Whether the file of the index is this one, and no other that has its name now."""
+        """Whether the index is this file: another process may have replaced a damaged one."""
         try:
             return os.path.samestat(os.stat(self._path), file)
         except OSError:
