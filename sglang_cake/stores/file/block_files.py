@@ -80,11 +80,8 @@ def this_boot() -> str:
 
 @functools.cache
 def this_host() -> str:
-    """16 hex digits that identify the processes among which a pid is unique.
-
-    These are the processes of one boot and one pid namespace. A host name is not enough, since
-    containers that share a folder may share it, and do not see each other's processes.
-    """
+    """16 hex digits that identify the processes among which a pid is unique: those of one boot and
+    one pid namespace. Containers that share a folder may share a host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         scope = boot + os.readlink("/proc/self/ns/pid")
@@ -94,7 +91,6 @@ def this_host() -> str:
 
 
 def new_tmp_name() -> str:
-    """A unique file name, which differs from all names of blocks (64 hex digits)."""
     return f".tmp-{this_process()}-{secrets.token_hex(8)}"
 
 
@@ -236,10 +232,8 @@ def is_cached(fd: int, file_bytes: int) -> bool:
     """Whether an open file is in the page cache, with all of its pages.
 
     Unlike a read with RWF_NOWAIT, `mincore` brings nothing into the cache. A file of another user
-    counts as cached, since the kernel does not tell.
-
-    The access time stays, since `mmap` would write it with the address space of the process locked:
-    on a disk that hangs, every thread that maps memory would wait.
+    counts as cached, since the kernel does not tell. `mmap` would write the access time with the
+    address space of the process locked: on a disk that hangs, every thread that maps would wait.
     """
     flags = _libc.fcntl(fd, fcntl.F_GETFL, 0)
     if _libc.fcntl(fd, fcntl.F_SETFL, flags | os.O_NOATIME):  # a file of another user, or a link

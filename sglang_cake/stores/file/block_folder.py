@@ -69,10 +69,7 @@ class BlockFolder:
     (index.py), so that the folder never holds more than its capacity.
 
     Attributes:
-        settings: the folder, and how this process uses it.
         descriptions: of the namespaces. One that `check` takes is written with the first block.
-        evictor: decides which blocks are evicted.
-        supervisor: keeps the index open.
         corrupt_blocks: corrupt blocks that were set aside or removed since the folder was opened.
     """
 
@@ -81,10 +78,7 @@ class BlockFolder:
     ) -> None:
         """Open the folder, and make it if it is absent. Blocks on the disk for a moment.
 
-        Args:
-            clock: seconds, monotonic; for pauses after failed writes, for I/O errors of reads, for
-                free space, and for the time of a put's evictions.
-
+        Args: clock: seconds, monotonic.
         Raises: StoreUnavailable.
         """
         self.settings = settings
@@ -310,7 +304,6 @@ class BlockFolder:
         )
 
     def evictions(self) -> EvictionCounts:
-        """Evictions since this folder was opened."""
         return EvictionCounts(**self.evictor.counts)
 
     def remove_namespace(self, digest: Digest) -> None:
@@ -352,10 +345,7 @@ class BlockFolder:
         return removed
 
     def remove_set_aside(self) -> int:
-        """Remove the corrupt files that were set aside; returns their number.
-
-        Raises: StoreUnavailable.
-        """
+        """Remove the corrupt files; returns their number. Raises: StoreUnavailable."""
         with os_errors(self._root), self.supervisor.open() as index:
             return self.evictor.remove_aside(index).files
 
@@ -453,7 +443,7 @@ class BlockFolder:
             self._forget_in(index, digest, key)
 
     def _forget_in(self, index: BlockIndex, digest: Digest, key: BlockKey) -> bool:
-        """Remove the row of a block if its file is gone; whether that was done."""
+        """As `BlockIndex.forget`."""
         return index.forget(digest, key, lambda: self._is_gone(digest, key))
 
     def _stays_unreadable(self, block: tuple[Digest, BlockKey]) -> bool:
@@ -472,11 +462,9 @@ class BlockFolder:
         self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
     ) -> None:
         """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has
-        one of the same block, or if no index can count it. If another file has replaced it, nothing
-        is done.
+        one of the same block, or if no index can count it.
 
-        Args:
-            bad: status of the corrupt file.
+        Args: bad: status of the corrupt file. Another file in its place stays.
         """
         *folder_names, name = block_names(digest, key)
 
@@ -546,14 +534,10 @@ class BlockFolder:
         return nofollow.in_folders(self._root, create, make_folders)
 
     def _remove_folders(self, digest: Digest, key: BlockKey) -> None:
-        """Remove the folders of the block, as far as they are empty."""
         nofollow.remove_empty(self._root, *block_names(digest, key)[:-1])
 
     def _is_gone(self, digest: Digest, key: BlockKey) -> bool:
-        """Whether the block has no file. Then its folders are removed, as far as they are empty.
-
-        Raises: OSError.
-        """
+        """Whether the block has no file; its empty folders are removed then. Raises: OSError."""
         if nofollow.status_of(self._root, *block_names(digest, key)) is not None:
             return False
         self._remove_folders(digest, key)

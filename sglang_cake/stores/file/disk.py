@@ -41,10 +41,7 @@ _STATFS_BYTES = 512  # more than the structure has on any system; `f_type`, a lo
 
 
 def file_system_type(folder: Path) -> int:
-    """File system of a folder, as numbered by Linux. Meaningless on other systems.
-
-    Raises: OSError.
-    """
+    """File system of a folder, as numbered by Linux. Raises: OSError."""
     answer = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
     if _statfs(os.fsencode(folder), answer):
         number = ctypes.get_errno()
@@ -90,8 +87,8 @@ def _unit_bytes(root: Path) -> int:
 
 
 def free_bytes(disk: os.statvfs_result) -> int | None:
-    """Bytes of a file system that are free for this user; None if its size is not fixed (tmpfs with
-    `size=0`), so that it tells of no limit."""
+    """Bytes that are free for this user; None if the file system has no fixed size (tmpfs with
+    `size=0`)."""
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
@@ -131,7 +128,6 @@ class FreeSpace:
     def __init__(
         self, folder: Path, min_free_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Args: folder: any folder in the file system."""
         self._folder = folder
         self.min_free_bytes = min_free_bytes
         self._clock = clock

@@ -73,8 +73,6 @@ class Evictor:
 
     Attributes:
         lock: held while the policy is used, and during evictions.
-        leads: this process is the leader.
-        space: free space of the file system.
         counts: see `EvictionCounts`.
     """
 
@@ -84,11 +82,8 @@ class Evictor:
         on_learned: Callable[[int, AccessContext], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        on_learned: called with `ident` and last access of each block that is read from the index:
-            all blocks in the leader, the newest ones in other processes.
-        clock: as for `BlockFolder`.
-        """
+        """Args: on_learned: called with `ident` and last access of each block that is read from the
+        index: all blocks in the leader, the newest ones in other processes."""
         self._root = settings.path
         self._settings = settings
         self._on_learned = on_learned
@@ -109,7 +104,6 @@ class Evictor:
 
     @property
     def known_blocks(self) -> int:
-        """Number of blocks in the policy."""
         return len(self._policy)
 
     @property
@@ -262,10 +256,7 @@ class Evictor:
     def remove_aside(
         self, index: BlockIndex, older_than_s: float = 0.0, only: Digest | None = None
     ) -> Amount:
-        """Remove the corrupt files of namespaces that got none for `older_than_s`.
-
-        Args:
-            only: files of this namespace alone; None: files of all namespaces.
+        """Remove the corrupt files of all namespaces, or of one, that got none for `older_than_s`.
 
         Returns the space that was freed. Raises: OSError, after all namespaces were tried.
         """
@@ -315,8 +306,7 @@ class Evictor:
     def learn(self, index: BlockIndex, rest: Callable[[float], object]) -> bool:
         """Read at most LEARN_MOST blocks from the index into the policy; whether these were all.
 
-        Args:
-            rest: waits for some seconds, for other threads; a true result ends the call.
+        Args: rest: waits for some seconds; a true result ends the call.
         """
         now_s = time.time()
         # The clock was set back. Blocks that were used before would stay the newest ones until it
@@ -336,7 +326,7 @@ class Evictor:
         return False
 
     def stored(self, block: int, usage: Usage) -> None:
-        """Record a block that this process stored."""
+        """This process stored a block."""
         if self.leads:
             with self.lock:
                 self._policy.add(block, usage)
@@ -448,23 +438,19 @@ def _with(freed: Amount, more_bytes: int = 0, files: int = 0, passed: int = 0) -
 
 
 def _read_batch(index: BlockIndex, after: int) -> list[IndexedBlock]:
-    """As `BlockIndex.stored`, but with times that are not in the future."""
     return _with_past_times(index, index.stored(after, LEARN_AT_ONCE))
 
 
 def _with_past_times(index: BlockIndex, batch: list[IndexedBlock]) -> list[IndexedBlock]:
-    """The blocks, with times that are not in the future.
-
-    The clock may have been ahead when blocks were used. The index is changed too, since an eviction
-    compares its times with the policy's. Reported accesses may be CLOCK_BACK_S ahead.
-    """
+    """The blocks, with times that are not in the future, as if the clock was ahead when they were
+    used. In the index too, since an eviction compares its times with the policy's."""
     now_s = time.time()
     ahead = [
         block.id
         for block in batch
-        if max(block.usage.created_s, block.usage.used_s) > now_s + CLOCK_BACK_S
+        if max(block.usage.created_s, block.usage.used_s) > now_s + CLOCK_BACK_S  # reports may be
     ]
     if not ahead:
         return batch
     index.limit_times(ahead, now_s)
-    return [found for block in batch if (found := index.find(block.id)) is not None]
+    return sorted(index.find_all([block.id for block in batch]))

@@ -93,7 +93,6 @@ class FileStore(Store):
         )
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `Store`. The index is updated in the background."""
         digest, keys = self._frame.digest, list(keys)
         # In a thread: thousands of keys take longer than other calls should wait.
         await run_stoppable(self._lookups, lambda stop: self._folder.on_access(digest, keys, facts))
@@ -270,11 +269,8 @@ class FileSource(FolderSettings):
 
 
 def _check_user(root: Path) -> None:
-    """Check that files which a tool makes in a store do not lock its user out. Servers are not
-    checked: in a container they may be root, with a folder of a user of the machine.
-
-    Raises: ConfigError if this is root, and the store is another user's.
-    """
+    """Check that files which a tool makes in a store do not lock its user out. Servers may be root
+    in a container. Raises: ConfigError if this is root, and the store is another user's."""
     if os.geteuid() != 0:
         return
     made = root / INDEX_LOCK  # by the first process that used the store
@@ -292,13 +288,8 @@ def _check_user(root: Path) -> None:
 
 
 def _check_folder(root: Path) -> None:
-    """Check that a folder is absent, empty, or a store. Changes nothing.
-
-    A store has the folder of a namespace, an empty `index.lock`, or an index. A folder with a valid
-    `index.db` of another program is no store, whatever else is in it.
-
-    Raises: ConfigError; OSError if the folder cannot be read.
-    """
+    """Check that a folder is absent, empty, or a store, and that its index is no other program's.
+    Changes nothing. Raises: ConfigError; OSError if the folder cannot be read."""
     try:
         names = set(os.listdir(root))
     except FileNotFoundError:
@@ -390,8 +381,7 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
     """The store without `--cake-store`: in the user's cache folder.
 
     Of the disk's space that is free or its own now, it takes at most half, and keeps a fifth free.
-    Without a whole index, that reads the whole folder: with the blocks counted as space of others,
-    half of them would be evicted.
+    Without a whole index, that reads the whole folder: else half of the blocks would be evicted.
     Raises: ConfigError if there is no home folder, its disk has no known size, or the folder cannot
         be listed.
     """

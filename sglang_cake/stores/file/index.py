@@ -134,13 +134,8 @@ _EARLIER = {"namespaces", "blocks", "agreed"}  # tables of versions without an a
 def check_ours(path: Path) -> None:
     """Check that a file is an index of this version, or empty. Raises: sqlite3.Error.
 
-    Compared are the application id, the version, and the exact text of tables, views and triggers,
-    since queries on unknown views or triggers might never end:
-
-    - all three match: the index is used;
-    - two match: DamagedIndexError, and the index is built again from the files;
-    - an index of an earlier version: DamagedIndexError;
-    - otherwise: ForeignIndexError, and the file is left alone.
+    The exact text of tables, views and triggers is compared: queries on unknown ones might never
+    end.
     """
     with readable_errors(), closing(connect_to_read(path)) as found:
         found.text_factory = any_text
@@ -245,8 +240,6 @@ _NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"
 
 
 class RowState(IntEnum):
-    """State of a row of blocks."""
-
     WRITING = 0
     STORED = 1
     ASIDE = 2  # corrupt, kept for inspection
@@ -301,7 +294,6 @@ class IndexReader:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises: sqlite3.Error."""
         check_ours(path)
         self._path = path
         self._read_lock = threading.Lock()
@@ -440,12 +432,8 @@ class BlockIndex(IndexReader):
         return bool(self._select("SELECT 1 FROM namespaces WHERE digest = ?", digest))
 
     def forget_namespace(self, digest: Digest, remove: Callable[[], bool]) -> None:
-        """Remove the row of a namespace without blocks, if its folder is gone.
-
-        Args:
-            remove: removes the folder; returns whether it is gone. Called within a transaction, so
-                that no process reserves a block meanwhile.
-        """
+        """Remove the row of a namespace without blocks, if `remove` has removed its folder. That is
+        called within the transaction, so that no process reserves a block meanwhile."""
         with self._transaction() as db:
             used = "SELECT 1 FROM namespaces WHERE digest = ? AND blocks > 0"
             if not db.execute(used, (digest,)).fetchone() and remove():
@@ -459,7 +447,6 @@ class BlockIndex(IndexReader):
     # ---- blocks ----
 
     def contains(self, digest: Digest, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of `keys` are stored."""
         found = set[object]()
         for start in range(0, len(keys), 500):
             some = keys[start : start + 500]
@@ -578,11 +565,9 @@ class BlockIndex(IndexReader):
             return row
 
     def move_aside(self, row: int, move: Callable[[], bool]) -> bool:
-        """Move the corrupt file of a row; whether that was done. Otherwise the row is removed.
+        """Whether `move` has moved the corrupt file of a row. Otherwise the row is removed.
 
-        Args:
-            move: moves the file; returns whether it did. Called within a transaction, as `remove`
-                of `clear_aside`, and only if that has not removed the row meanwhile.
+        It is called within a transaction, and only if `clear_aside` has not removed the row.
         """
         aside = f"id = ? AND state = {RowState.ASIDE}"
         moved = False
@@ -601,8 +586,7 @@ class BlockIndex(IndexReader):
 
         Args:
             remove: removes the files; returns their number, or None if they are to stay. Called
-                within a transaction, so that no process moves a file there meanwhile, whose row
-                would be lost.
+                within the transaction: a file that is moved there meanwhile would lose its row.
 
         Returns what `remove` returned.
         """
@@ -662,9 +646,7 @@ class BlockIndex(IndexReader):
 
     def find(self, block: int) -> IndexedBlock | None:
         """One stored block."""
-        for found in self._blocks(f"state = {RowState.STORED} AND blocks.id = ?", block):
-            return found
-        return None
+        return next(iter(self.find_all([block])), None)
 
     def find_all(self, blocks: Sequence[int]) -> list[IndexedBlock]:
         """Those of some blocks that are stored."""
@@ -735,10 +717,7 @@ class BlockIndex(IndexReader):
         """Save reuse statistics, in place of the earlier ones."""
         with self._transaction() as db:
             db.execute("DELETE FROM fits")
-            rows = [
-                (*request_class, fit.share, fit.rate_per_s, fit.samples)
-                for request_class, fit in fits.items()
-            ]
+            rows = ((*known, fit.share, fit.rate_per_s, fit.samples) for known, fit in fits.items())
             db.executemany("INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def mark_clean(self, boot: str) -> None:
@@ -788,7 +767,6 @@ def _found_row(namespace: int, file: ScannedFile) -> tuple[object, ...]:
 
 
 def _namespace_id(db: sqlite3.Connection, digest: Digest, own_bytes: int) -> int:
-    """Id of a namespace, which is inserted if it is new."""
     db.execute(
         "INSERT OR IGNORE INTO namespaces (digest, own_bytes) VALUES (?, ?)", (digest, own_bytes)
     )

@@ -138,17 +138,13 @@ class IndexSupervisor:
             self._tried.wait()
 
     def was_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> None:
-        """Record a read, which may be an access. It is in the index within about TICK_S."""
+        """Record a read. It is in the index within about TICK_S. Args: counts: it is an access."""
         self._waiting[0].append((time.monotonic(), Touch(digest, key, time.time(), int(counts))))
 
     def was_touched(
         self, digest: Digest, accesses: Sequence[Access], *, with_context: bool
     ) -> None:
-        """Record accesses of a request, as `was_read`.
-
-        Args:
-            with_context: the blocks get the context of these accesses.
-        """
+        """As `was_read`, for a request. Args: with_context: the blocks get its context."""
         now_s = time.monotonic()
         self._waiting[0].extend(
             (now_s, Touch(digest, a.key, a.at_s, 1, a.context if with_context else None))
@@ -165,12 +161,10 @@ class IndexSupervisor:
         self._wake.set()
 
     def flush(self, index: BlockIndex, *, again: bool = False) -> None:
-        """Write pending accesses to the index.
+        """Write pending accesses to the index, after a flush in another thread: so the next
+        eviction knows every access.
 
-        Also waits for a flush in another thread, so that the next eviction knows every access.
-
-        Args:
-            again: also reports of blocks that were not stored before, those that are due.
+        Args: again: also due reports of blocks that were not stored before.
         """
         with self._flushing:
             now_s = time.monotonic()
@@ -184,12 +178,7 @@ class IndexSupervisor:
 
     def _record(self, index: BlockIndex, reads: list[tuple[float, Touch]], tries: int) -> None:
         """Write accesses to the index and the policy. Reports of blocks that are not stored wait
-        for the next try, if there is one.
-
-        Args:
-            reads: as in `_waiting`.
-            tries: how often they were tried before.
-        """
+        for the next try, if there is one. Args: tries: how often they were tried before."""
         for start in range(0, len(reads), RECORDED_AT_ONCE):
             if start:
                 self._closing.wait(REST_S)  # SQLite wakes no process that waits
@@ -297,11 +286,8 @@ class IndexSupervisor:
                 self._free_ahead(index)
 
     def _try_to_lead(self) -> bool:
-        """Try to become the leader, until this process ends; whether it is now.
-
-        Only the leader frees space ahead. So only one process holds all blocks in memory, and no
-        two processes free the same space twice.
-        """
+        """Whether this process is the leader now, until it ends. So one process holds all blocks in
+        memory, and no two free the same space ahead."""
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _free_ahead(self, index: BlockIndex) -> None:
@@ -390,8 +376,7 @@ class IndexSupervisor:
         """Fill the index from the files.
 
         A bad sector (DAMAGE_ERRORS) ends the first try, since the error may be one of a moment. The
-        second one leaves out what still cannot be read: it would end every try. Both belong to one
-        call, since a tool ends if the index cannot be rebuilt.
+        second one leaves it out. Both belong to one call, after which a tool ends.
         Raises: OSError; sqlite3.Error.
         """
         left_out = dict[tuple[str, ...], OSError]()
@@ -439,8 +424,7 @@ class IndexSupervisor:
         )
 
     def _add_files(self, index: BlockIndex, leaves_out: LeavesOut) -> bool:
-        """Replace all rows by those of the files, which match then; False if the store is closed
-        meanwhile."""
+        """Replace all rows by those of the files; False if the store is closed meanwhile."""
         index.clear()
         for digest in namespaces_in(self._root):
             if self._closing.is_set():

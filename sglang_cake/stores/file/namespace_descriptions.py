@@ -68,16 +68,12 @@ class NamespaceDescriptions:
         return fields or {}
 
     def own_bytes(self, digest: Digest) -> int:
-        """Bytes of a namespace on the disk without its blocks and their folders.
-
-        These are its folder, the folder for corrupt files, its description, and its name in the
-        root. Raises: OSError.
-        """
+        """Bytes on the disk without blocks and their folders. Raises: OSError."""
         fields: dict[str, str] = {}
         with contextlib.suppress(StoreUnavailable):  # its folder may not be readable
             fields = self.read(digest)
         file_bytes = on_disk_bytes(self._root, len(_as_json(fields)))
-        return 2 * FOLDER_BYTES + file_bytes + ENTRY_BYTES
+        return 2 * FOLDER_BYTES + file_bytes + ENTRY_BYTES  # one folder is for corrupt files
 
     def write(self, digest: Digest) -> None:
         """Make the folder of a namespace, with its description, unless they exist.

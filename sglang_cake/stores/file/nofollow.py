@@ -1,10 +1,8 @@
 """File operations below the root of a store. No symbolic link below the root is followed.
 
 The root itself may be a link, since the operator names it. `O_NOFOLLOW` covers only the last
-component of a path. The system call `openat2` covers all of them. Where a kernel or a sandbox does
-not have it, every component is opened by itself. A call of the system lets go of the GIL, and many
-threads read at once: so one call takes less time than one for each folder. If the path of the root
-has no link either, as is usual, that call opens the root too.
+component of a path, and the system call `openat2` all of them. Where a kernel or a sandbox does not
+have it, every component is opened by itself, which takes longer: each call lets go of the GIL.
 """
 
 import contextlib
@@ -112,9 +110,7 @@ def in_folders(root: Path, use: Callable[[], T], make: Callable[[], object]) -> 
     """What `use` returns. Folders that it does not find are made before its next try: others may
     remove a folder as long as it is empty.
 
-    The root is not made again. If it has vanished, a disk was unmounted, and files would be written
-    to the disk below the mount point.
-    Raises: OSError.
+    The root is not made again: if it has vanished, a disk was unmounted. Raises: OSError.
     """
     for _ in range(MOST_TRIES):
         try:
@@ -161,13 +157,9 @@ def files_in(
     like: re.Pattern[str] | None = None,
     leaves_out: LeavesOut = is_lasting,
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files in a folder.
+    """The regular files in a folder. Args: like: only those with such names.
 
-    Args:
-        like: only those with such names.
-
-    Raises: OSError, unless `leaves_out` tells to leave the file or the folder out. So no file is
-        missing for an error of a moment.
+    Raises: OSError, unless `leaves_out` tells to leave the file or the folder out.
     """
     with _left_out(leaves_out, *names), opened(root, *names) as folder:
         there = os.listdir(folder)
@@ -229,14 +221,8 @@ def remove_unread(root: Path, *names: str) -> bool:
 
 
 def lock(fd: int, kind: int) -> bool:
-    """Try to lock an open file until it is closed.
-
-    Args:
-        kind: LOCK_SH or LOCK_EX.
-
-    Returns False if another process or thread holds the lock; True also where the file system has
-    no locks.
-    """
+    """Try to lock an open file (LOCK_SH, LOCK_EX) until it is closed. False if another process or
+    thread holds the lock; True also where the file system has no locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:

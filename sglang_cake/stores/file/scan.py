@@ -1,7 +1,5 @@
-"""The files and folders below the root of a store.
-
-Used to build an index, to remove files of killed writers, and to list a store without a change.
-"""
+"""The files and folders below the root of a store: for a new index, to remove what killed writers
+left, and to list a store without a change."""
 
 import contextlib
 import os
@@ -49,11 +47,8 @@ def block_folders_in(
 ) -> Iterator[tuple[str, str, str]]:
     """The folders of a namespace's blocks, as names below the root.
 
-    Args:
-        remove_empty: remove each folder that is empty after the caller has used it.
-        leaves_out: as for `nofollow.files_in`.
-
-    Raises: OSError.
+    Args: remove_empty: remove each folder that is empty after the caller has used it.
+    Raises: as `nofollow.files_in`.
     """
     name = digest.hex()
     for first in filter(FOLDER.fullmatch, nofollow.folders_in(root, name, leaves_out=leaves_out)):
@@ -141,15 +136,8 @@ def _block_files(
 
 
 def scanned_files_in(root: Path, digest: Digest, leaves_out: LeavesOut) -> Iterator[ScannedFile]:
-    """Every block file of a namespace, and those that were set aside.
-
-    Stale temporary files and empty folders are removed.
-
-    Args:
-        leaves_out: as for `nofollow.files_in`.
-
-    Raises: OSError.
-    """
+    """Every block file of a namespace, and those that were set aside. Stale temporary files and
+    empty folders are removed. Raises: as `nofollow.files_in`."""
 
     def found(key: BlockKey | None, status: os.stat_result) -> ScannedFile:
         # A damaged inode may have any size.
@@ -172,11 +160,8 @@ def remove_stale(
 ) -> tuple[int, set[str]]:
     """Remove temporary files of dead writers in one folder.
 
-    Args:
-        leaves_out: as for `nofollow.files_in`.
-
     Returns the number of removed files, and the writers (`this_process`) whose files are left.
-    Raises: OSError.
+    Raises: as `nofollow.files_in`.
     """
     removed = 0
     living = set[str]()
@@ -200,9 +185,8 @@ def remove_empty_folders(root: Path, digest: Digest) -> None:
 
 
 def is_stale(owner: str, touched_s: float) -> bool:
-    """Whether a writer is dead: its process has ended, or it wrote nothing for STALE_S.
-
-    Processes are known only on this host. If a stale writer is alive after all, its put fails.
+    """Whether a writer is dead: its process has ended on this host, or it wrote nothing for
+    STALE_S. If it is alive after all, its put fails.
 
     Args:
         owner: name of the writer (`this_process`).
