@@ -110,7 +110,6 @@ class EvictionCounts:
 
     @classmethod
     def total(cls, counts: Iterable["EvictionCounts"]) -> "EvictionCounts":
-        """The sums of several."""
         return cls(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
@@ -418,7 +417,6 @@ class CountedStore(WrapperStore):
 
 
 def count_read(counters: Counters, payload_bytes: int) -> None:
-    """Count one block that was read."""
     counters.add("read_blocks")
     counters.add("read_bytes", HEADER_BYTES + payload_bytes)
 

@@ -113,11 +113,8 @@ class AdaptiveTimeout:
         self._mean_s += self.GAIN * error_s
 
     def was_late(self, backoff: float) -> None:
-        """Record a timeout. Of concurrent requests only the first timeout counts.
-
-        Args:
-            backoff: value of `backoff` when the request started.
-        """
+        """Record a timeout. Of concurrent requests only the first one counts. Args: backoff: its
+        value when the request started."""
         if backoff == self.backoff:
             self.backoff = min(2 * backoff, MOST_BACKOFF)
 
@@ -169,7 +166,6 @@ class Breaker:
         return self.ticket
 
     def succeeded(self, ticket: int) -> None:
-        """The call was answered."""
         if ticket != self.ticket and not self._calls_may_hang:
             return
         self._failures = 0
@@ -251,11 +247,9 @@ class RemoteCounters:
     refused: int = 0  # calls that failed because the breaker was open
 
     def events(self) -> dict[str, int]:
-        """All counters by name."""
         return asdict(self)
 
     def count(self, fault: Fault) -> None:
-        """Count one call that failed for this cause."""
         name = fault.name.lower()
         setattr(self, name, getattr(self, name) + 1)
 
@@ -281,7 +275,6 @@ class Circuits:
     all: list["Circuit"] = field(default_factory=list)
 
     def add(self, kind: str, limits: TimeoutLimits, at_once: int = USUAL_DEPTH) -> "Circuit":
-        """A further circuit. Args: as for `Circuit`."""
         self.all.append(Circuit(self, kind, limits, at_once))
         return self.all[-1]
 
@@ -304,8 +297,7 @@ class Circuit:
         self, server: Circuits, kind: str, limits: TimeoutLimits, at_once: int = USUAL_DEPTH
     ) -> None:
         """Args:
-        kind: the kind of calls, in the plural, for messages; READS also end before `read_until_s`.
-        limits: bounds of the time limit.
+        kind: in the plural, for messages; READS also end before `read_until_s`.
         at_once: the most calls that are made at once.
         """
         self._server = server
@@ -435,7 +427,6 @@ class Circuit:
 
 
 def fault_of(error: StoreError) -> Fault:
-    """Cause of a call that failed with this error."""
     if isinstance(error, RemoteError):
         return error.fault
     return Fault.CORRUPT if isinstance(error, BlockCorrupt) else Fault.ERRORS

@@ -218,7 +218,6 @@ def open_store(
         depth: calls of each kind that each source should serve at once; None: as many as its link
             needs.
         copy_bytes: host memory for the copies of each tier.
-        clock: seconds, monotonic; for pauses of tiers that fail.
     """
     depths = depths_of(sources, depth)
     stores = [
@@ -236,7 +235,7 @@ def open_store(
 
 
 def depths_of(sources: Sequence[StoreSource], depth: int | None) -> list[int]:
-    """Reads at once of each source. Args: depth: of all; None: as many as its link needs."""
+    """Reads at once of each source. Args: depth: as for `open_store`."""
     return [depth or depth_of(source) for source in sources]
 
 

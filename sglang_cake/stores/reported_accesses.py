@@ -74,8 +74,6 @@ class ConversationTracker:
 
 
 class Access(NamedTuple):
-    """Access of a request to a block."""
-
     key: BlockKey
     context: AccessContext
     at_s: float  # seconds since 1970

@@ -21,9 +21,8 @@ MOST_BYTES = 1 << 30  # of the file; about 20 bytes per block of a request
 class RequestTraceFile:
     """A file to which one JSON line per request is appended.
 
-    A line has the time, the tokens of the prompt and of a block, the workload, and a number for
-    each block. The number is a hash of the block's key with a random salt, which is never written.
-    So the numbers do not reveal prompts, not even known ones, and have no meaning after a restart.
+    The number of a block is a hash of its key with a random salt, which is never written. So the
+    numbers do not reveal prompts, not even known ones, and have no meaning after a restart.
     Nothing is appended beyond MOST_BYTES.
     """
 

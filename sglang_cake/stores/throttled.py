@@ -57,8 +57,7 @@ class ThrottledStore(WrapperStore):
     ) -> None:
         """Args:
         block_bytes: bytes that are charged for a corrupt block.
-        links: the links of the source, shared with its other stores; None: own links.
-        clock, sleep: seconds.
+        links: shared with other stores of the source; None: own links.
         """
         assert bytes_per_s > 0, bytes_per_s
         super().__init__(inner)

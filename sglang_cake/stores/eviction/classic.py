@@ -18,9 +18,7 @@ class RankedPolicy(EvictionPolicy):
     """
 
     def __init__(self, rank: Callable[[int, Usage], Rank]) -> None:
-        """Args:
-        rank: `(block, usage)` gives the rank of a block, whenever its usage changes.
-        """
+        """Args: rank: `(block, usage)` gives the rank of a block, whenever its usage changes."""
         super().__init__()
         self._rank = rank
         self._queue = BlockQueue()
@@ -92,8 +90,7 @@ class S3FifoPolicy(EvictionPolicy):
     The paper assumes a fixed cache size. Here it is the largest number of blocks that were present
     at once.
 
-    A `pop` moves blocks that were read until it finds one that was not. So it costs O(n) at worst,
-    with all blocks read before the first eviction, and moves each at most MAX_FREQUENCY times. All
+    A `pop` moves blocks that were read until it finds one that was not: O(n) at worst. All
     evictions together move at most one block for each read.
     """
 

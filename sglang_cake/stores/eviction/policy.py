@@ -190,11 +190,8 @@ class EvictionPolicy:
         self.add(block, usage)
 
     def record_rejected(self, usage: Usage) -> None:
-        """Record an access to a block that admission rejected.
-
-        The reuse statistics of its request class stay current, so that the class can be admitted
-        again later.
-        """
+        """Record an access to a block that admission rejected, so that the statistics of its class
+        stay current, and it can be admitted again."""
 
     def reuse_probability(self, usage: Usage) -> float:
         """Probability that a block with this usage is ever accessed again; 1 if unknown."""
@@ -208,8 +205,7 @@ class EvictionPolicy:
         return 0
 
     def set_benefit(self, benefit: Benefit) -> None:
-        """Replace the costs from which benefits follow. A block has its new benefit from its next
-        access on."""
+        """Replace the costs. A block has its new benefit from its next access on."""
 
     def fits_to_save(self) -> ReuseFits:
         """Reuse statistics that a restart should keep; empty while nothing was learned."""

@@ -114,16 +114,13 @@ class QueueKey(NamedTuple):
 class ClassQueues:
     """Blocks whose value changes with time, in one queue per group of comparable blocks.
 
-    Each queue is ordered by the time of the last access. Within a queue the least recently used
-    block has the smallest value at any time. So the block with the smallest value of all is the
-    first one of a queue. Its choice costs O(queues) for the first eviction at an instant, and
-    O(log queues) for further ones at the same instant.
+    Within a queue the least recently used block has the smallest value at any time. So the block
+    with the smallest value of all is the first one of a queue. Its choice costs O(queues) for the
+    first eviction at an instant, and O(log queues) for further ones at the same instant.
     """
 
     def __init__(self, value: Callable[[QueueKey, int, float], Value]) -> None:
-        """Args:
-        value: `(queue key, block, now_s)` gives the value of a block; the smallest is popped.
-        """
+        """Args: value: `(queue key, block, now_s)` gives the value of a block."""
         self._value = value
         self._ticks = itertools.count()
         self._queues: dict[QueueKey, BlockQueue] = {}
@@ -134,11 +131,9 @@ class ClassQueues:
         self._valued_s: float | None = None
 
     def __len__(self) -> int:
-        """Number of queues."""
         return len(self._queues)
 
     def classes(self) -> set[RequestClass]:
-        """The classes of all blocks."""
         return {key.request_class for key, queue in self._queues.items() if queue}
 
     def put(self, block: int, key: QueueKey, used_s: float) -> None:

@@ -45,9 +45,7 @@ class TenantPolicy(EvictionPolicy):
     """
 
     def __init__(self, inner: EvictionPolicy, rules: TenantRules) -> None:
-        """Args:
-        inner: owned by this policy from here on, and empty.
-        """
+        """Args: inner: owned by this policy from here on, and empty."""
         super().__init__()
         self._inner = inner
         self._rules = rules

@@ -53,7 +53,6 @@ class HeldBlock:
 
     @property
     def data(self) -> memoryview:
-        """The payload."""
         return self.buffer.view[: self.size_bytes]
 
 
@@ -61,8 +60,7 @@ class BlockMemory:
     """A fixed number of buffers for blocks, and the eviction policy that decides which stay.
 
     Thread-safe; no call waits for anything but the lock. A page of memory is allocated when it is
-    first used. Blocks were checked before they came here, and are not checked again. Times are of
-    the monotonic clock: nothing outlives the process, and no one sets it back.
+    first used. Blocks were checked before they came here. Times are of the monotonic clock.
     """
 
     def __init__(
@@ -113,7 +111,6 @@ class BlockMemory:
                 self._remove(block)
 
     def has(self, digest: Digest, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which blocks are stored."""
         with self._lock:
             found = [self._blocks.get((digest, key)) for key in keys]
             return [block is not None and block.whole for block in found]
@@ -160,8 +157,8 @@ class BlockMemory:
     def lend(
         self, digest: Digest, key: BlockKey, *, counts: bool, least_bytes: int = 0
     ) -> LentBlock | None:
-        """As `use`. None also if the payload has fewer bytes than `least_bytes`, if LENT_SHARE of
-        the blocks are lent, or if the memory cannot be pinned for the device."""
+        """As `use`. None also if LENT_SHARE of the blocks are lent, or if the memory cannot be
+        pinned for the device."""
         with self._lock:
             if self._lent >= self._most_lent:
                 return None

@@ -53,11 +53,10 @@ class CopyQueue:
 
     If a tier in memory has a block, its bytes stay there until they are written; MOST_KEPT bounds
     these blocks. Other blocks are copied to a buffer when they are offered: reading them back later
-    would slow down loads, and the block might be evicted by then. Without a free buffer a block is
-    not copied. For one event loop. Nothing is started before the first copy.
+    would slow down loads. Without a free buffer a block is not copied. For one event loop.
 
     Attributes:
-        buffers: from the constructor.
+        buffers: each holds one block.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class CopyQueue:
         """Args:
         write: stores one block in the tier; must not raise. None: the block was evicted before it
             could be written.
-        buffers: each holds one block.
         threads: copy the bytes.
         at_once: how many blocks are written at once.
         """
@@ -84,7 +82,6 @@ class CopyQueue:
 
     @property
     def pending(self) -> int:
-        """Number of blocks that are not written yet."""
         return len(self._filling) + len(self._jobs)
 
     async def offer(self, key: BlockKey, form: Callable[[], Awaitable[memoryview]]) -> bool:
@@ -224,8 +221,6 @@ class Tier:
     ) -> None:
         """Args:
         index: position among the tiers; 0 is the fastest.
-        buffers, threads: as for `CopyQueue`.
-        clock: seconds, monotonic.
         copied: called when a block was written in the background, or promoted.
         depth: how many reads at once its link needs.
         """

@@ -69,10 +69,8 @@ _PRECEDENCE = (StoreFull, BlockCorrupt, StoreUnavailable, BlockMissing)
 
 
 class Known(NamedTuple):
-    """Two sets of tiers, with tier `i` as bit `i`: tiers that have a block, and tiers that lack it.
-
-    A tier in neither set was not asked, or did not answer.
-    """
+    """Tiers that have a block, and tiers that lack it, with tier `i` as bit `i`. One in neither set
+    was not asked, or did not answer."""
 
     having: int
     lacking: int
@@ -83,17 +81,15 @@ _NO_BLOCK = BlockKey(bytes(32))  # no hash of tokens
 
 
 class _Stored(NamedTuple):
-    """A tier that has a block, and the payload that it got."""
+    """A tier that has a block, and its payload."""
 
     tier: Tier
     data: memoryview
 
 
 class TierLocations:
-    """Which tiers have which block, by their last answers. Blocks in no tier are not held.
-
-    Bounded. A block that was dropped costs one more lookup.
-    """
+    """Which tiers have which block, by their last answers. Blocks in no tier are not held. Bounded:
+    a block that was dropped costs one more lookup."""
 
     max_keys = MAX_KEYS
 
@@ -101,16 +97,10 @@ class TierLocations:
         self._known: OrderedDict[BlockKey, Known] = OrderedDict()
 
     def of(self, key: BlockKey) -> Known:
-        """What is known about a block; two empty sets for unknown blocks."""
         return self._known.get(key, _UNKNOWN)
 
     def learn(self, key: BlockKey, *, asked: int, having: int) -> None:
-        """Record answers.
-
-        Args:
-            asked: set of tiers that answered.
-            having: set of the tiers that have the block.
-        """
+        """Record which tiers answered, and which of these have the block."""
         before = self._known.pop(key, _UNKNOWN)
         now_having = before.having & ~asked | having
         if now_having:
@@ -119,16 +109,12 @@ class TierLocations:
                 self._known.popitem(last=False)
 
     def forget(self, key: BlockKey) -> None:
-        """Drop what is known about a block."""
         self._known.pop(key, None)
 
 
 class PromoteOnSecondRead:
-    """Promotion rule: a block moves up at its second read within REREAD_S.
-
-    So prompts that are read once evict nothing from the fast tier. Blocks in use are there from
-    their third read on.
-    """
+    """Promotion rule: a block moves up at its second read within REREAD_S. So prompts that are read
+    once evict nothing from the fast tier."""
 
     max_keys = MAX_KEYS
 
@@ -224,8 +210,7 @@ class TieredStore(Store):
         return [having > 0 for having in havings]
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `Store`, for every tier that is not left out. Failures do not
-        count, since most stores do nothing here."""
+        """As in `Store`, for every tier that is not left out. Failures do not count."""
         self._check_open()
 
         async def report(tier: Tier) -> None:
