@@ -66,22 +66,15 @@ class Benefit:
             raise ValueError("pair_s or load_s is out of bounds")
 
     def compute_s(self, position: float) -> float:
-        """Seconds that computing the block at `position` takes, with all blocks before it cached.
-
-        Args:
-            position: index of the block in the prompt; a fraction interpolates.
-        """
+        """Seconds that computing the block at `position` takes, with all blocks before it cached. A
+        fraction interpolates."""
         tokens = self.block_tokens
         pairs = tokens * tokens * (position + 0.5)
         return self.token_s * tokens + self.pair_s * pairs
 
     def meeting_block(self, prompt_blocks: int) -> float:
-        """Block at which computing from the front and loading from the back finish together.
-
-        Solves (compute time of m blocks) = (prompt_blocks - m) x load_s for m.
-
-        Args:
-            prompt_blocks: blocks of the prompt, all of them stored.
+        """Block at which computing from the front and loading from the back finish together, with
+        all blocks stored: solves (compute time of m blocks) = (prompt_blocks - m) x load_s for m.
         """
         square = self.pair_s * self.block_tokens**2 / 2
         linear = self.token_s * self.block_tokens + self.load_s
@@ -124,8 +117,7 @@ def ident_of(key: bytes) -> int:
 class EvictionPolicy:
     """Order of blocks. A block is an integer, and gets a new one each time that it is stored.
 
-    This class holds the usage of every block and no statistics. A subclass implements the order:
-    `add`, `remove` and `pop`.
+    This class holds the usage of every block. A subclass implements `add`, `remove` and `pop`.
 
     A policy is not thread-safe: the caller holds a lock. A call costs at most O(log n) for n
     blocks, plus O(c) for c request classes; for `S3FifoPolicy.pop` that holds only on average.
@@ -173,20 +165,13 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        """Remove and return the block to evict next, with its usage. None: no block is left.
-
-        The caller gives a block that it does not evict after all back to `give_back`.
-        """
+        """Remove and return the block to evict next, with its usage. None: no block is left. One
+        that stays after all goes to `give_back`."""
         raise NotImplementedError
 
     def give_back(self, block: int, usage: Usage) -> None:
-        """Insert a block again that `pop` returned and that was not evicted, in its old place.
-
-        If a block was added since, the policy may take this one for a new block.
-
-        Args:
-            usage: as `pop` returned it.
-        """
+        """Insert a block again that `pop` returned with this usage, in its old place. If another
+        one was added since, the policy may take it for a new block."""
         self.add(block, usage)
 
     def record_rejected(self, usage: Usage) -> None:
@@ -212,19 +197,15 @@ class EvictionPolicy:
         return {}
 
     def resume(self, fits: ReuseFits, now_s: float) -> None:
-        """Continue with the statistics that `fits_to_save` gave before a restart at `now_s`.
-
-        The caller adds blocks only afterwards.
-        """
+        """Continue with the statistics of before a restart at `now_s`. Blocks are added only
+        afterwards."""
 
 
 def admits(
     policy: EvictionPolicy, usage: Usage, benefit: Benefit, min_benefit_ratio: float
 ) -> bool:
-    """Whether to write a block with this usage. Rejected blocks cause no disk writes.
-
-    A block is admitted if the seconds that it is expected to save are at least
-    `min_benefit_ratio` times the seconds that loading it takes (docs/eviction.md#admission). A
+    """Whether to write a block with this usage: the seconds that it is expected to save are at
+    least `min_benefit_ratio` times those that loading it takes (docs/eviction.md#admission). A
     block without context is always admitted.
     """
     if usage.context is UNKNOWN_CONTEXT:

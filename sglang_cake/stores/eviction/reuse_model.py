@@ -42,11 +42,8 @@ class ReuseFit:
     samples: int
 
     def log_reuse(self, age_s: float, life_s: float) -> float:
-        """Logarithm of the probability of an access within the next `life_s` seconds.
-
-        Args:
-            age_s: seconds since the last access.
-        """
+        """Logarithm of the probability of an access within the next `life_s` seconds, `age_s` after
+        the last one."""
         faded = self.share * math.exp(-min(700.0, self.rate_per_s * age_s))
         return (
             math.log(self.share)
@@ -103,7 +100,6 @@ class ReuseModel:
 
     @property
     def samples(self) -> int:
-        """Number of accesses that are held; at most MAX_SAMPLES."""
         return len(self._last_access) + len(self._gaps)
 
     def class_for(self, request_class: RequestClass, tenant: int = 0) -> RequestClass:
@@ -158,7 +154,6 @@ class ReuseModel:
                 self.fits[request_class] = fit
 
     def record_access(self, ident: int, request_class: RequestClass, at_s: float) -> None:
-        """Record an access to a block by a request of this class."""
         if at_s < self._since_s or not self._is_sampled(ident):
             return
         before = self._last_access.get(ident)
@@ -184,11 +179,8 @@ class ReuseModel:
         return not (ident * 0x9E3779B97F4A7C15 >> 32) % self._one_in
 
     def refit(self, now_s: float, present: Callable[[], Collection[RequestClass]] = tuple) -> bool:
-        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms.
-
-        Args:
-            present: gives the classes of all blocks; called if a fit is due.
-        """
+        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms. Args:
+        present: gives the classes of all blocks."""
         if now_s < self._refit_at_s:
             return False
         self._refit_at_s = now_s + REFIT_EVERY_S

@@ -19,12 +19,9 @@ PREFIX_BENEFIT_EXPONENT = 0.5  # 1 maximises seconds saved, 0 hits
 class ReusePolicy(EvictionPolicy):
     """Evicts the block of the smallest `value`, which a subclass implements.
 
-    Within a class the probability of an access falls with the time since the last one. So an
-    eviction compares one block of each queue.
-
     Attributes:
-        model: statistics of reuse.
-        class_queues: an eviction at a new instant compares one block of each.
+        class_queues: an eviction at a new instant compares one block of each, since within a class
+            the probability of an access falls with the time since the last one.
         life_s: an access counts if it is expected within this time; docs/eviction.md compares
             other values.
         class_weight: weight of the fit of a block's own class, from 0 to 1. The pooled fit has the
@@ -54,7 +51,7 @@ class ReusePolicy(EvictionPolicy):
         return 0
 
     def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
-        """Value of a block, implemented by the subclass. The smallest value is evicted first.
+        """Value of a block. The smallest value is evicted first.
 
         Args:
             benefit_step: result of the method of this name at the last access.
@@ -95,7 +92,7 @@ class ReusePolicy(EvictionPolicy):
         self.class_queues.invalidate_values()
 
     def _record_access(self, usage: Usage) -> RequestClass:
-        """Record the last access to a block; returns its class."""
+        """Returns its class."""
         request_class = self.model.class_for(self.class_of(usage), usage.context.tenant)
         self.model.record_access(usage.ident, request_class, usage.used_s)
         return request_class
