@@ -170,8 +170,8 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def give_back(self, block: int, usage: Usage) -> None:
-        """Insert a block again that `pop` returned with this usage, in its old place. If another
-        one was added since, the policy may take it for a new block."""
+        """Insert a block again that `pop` returned with this usage, in its old place. If others
+        were added since, the policy may take this one for a new block."""
         self.add(block, usage)
 
     def record_rejected(self, usage: Usage) -> None:

@@ -181,14 +181,13 @@ class TieredStore(Store):
         ]
         self._locations = TierLocations()
         self._rereads = PromoteOnSecondRead()
-        self._probes: dict[int, asyncio.Task[None]] = {}  # reads in the background, by tier
         self._deletes = 0
         self._closed = False
 
     @property
     def given_up_calls(self) -> int:
         """Number of running calls whose result is not awaited any more."""
-        return sum(len(tier.given_up) for tier in self.tiers) + len(self._probes)
+        return sum(len(tier.given_up) for tier in self.tiers)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._check_open()
@@ -197,8 +196,7 @@ class TieredStore(Store):
         well = [tier for tier in usable if tier.serves]
         for tier in usable if well else ():
             if not tier.serves:
-                probe = asyncio.wait_for(self._probe(tier, keys), self.late_answer_s)
-                self._give_up(tier, asyncio.ensure_future(probe))
+                self._give_up(tier, asyncio.ensure_future(self._probe(tier, keys)))
         answers = await self._ask(well or usable, lambda tier: tier.contains(keys))
         asked = sum(tier.bit for tier, _ in answers)
         havings = [0] * len(keys)
@@ -411,7 +409,6 @@ class TieredStore(Store):
             for tier, dropped in zip(self.tiers, await asyncio.gather(*copies), strict=True):
                 tier.counts.dropped_blocks += dropped
             given_up = [task for tier in self.tiers for task in tier.given_up]
-            given_up += self._probes.values()
             given_up += [tier.stats_call for tier in self.tiers if tier.stats_call is not None]
             for task in given_up:
                 task.cancel()
@@ -510,15 +507,10 @@ class TieredStore(Store):
 
     async def _probe(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         """Ask a tier that is left out. If its reads have failed, read a block."""
-        found = await tier.contains(keys)
-        if tier.reading.is_closed or tier.index in self._probes or self._closed:
-            return
-        for key, there in zip(keys, found, strict=True):
-            if there:
-                task = asyncio.ensure_future(tier.probe(key))
-                self._probes[tier.index] = task
-                task.add_done_callback(lambda _: self._probes.pop(tier.index))
-                return
+        async with asyncio.timeout(self.late_answer_s):
+            found = await tier.contains(keys)
+        if True in found and not tier.reading.is_closed:
+            await tier.probe(keys[found.index(True)])
 
     async def _ask(
         self, tiers: Sequence[Tier], question: Callable[[Tier], Coroutine[Any, Any, T]]
