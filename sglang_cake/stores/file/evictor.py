@@ -442,13 +442,16 @@ def _read_batch(index: BlockIndex, after: int) -> list[IndexedBlock]:
 
 
 def _with_past_times(index: BlockIndex, batch: list[IndexedBlock]) -> list[IndexedBlock]:
-    """The blocks, with times that are not in the future, as if the clock was ahead when they were
-    used. In the index too, since an eviction compares its times with the policy's."""
+    """The blocks, with times that are not in the future.
+
+    The clock may have been ahead when blocks were used. The index is changed too, since an eviction
+    compares its times with the policy's. Reported accesses may be CLOCK_BACK_S ahead.
+    """
     now_s = time.time()
     ahead = [
         block.id
         for block in batch
-        if max(block.usage.created_s, block.usage.used_s) > now_s + CLOCK_BACK_S  # reports may be
+        if max(block.usage.created_s, block.usage.used_s) > now_s + CLOCK_BACK_S
     ]
     if not ahead:
         return batch

@@ -381,7 +381,8 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
     """The store without `--cake-store`: in the user's cache folder.
 
     Of the disk's space that is free or its own now, it takes at most half, and keeps a fifth free.
-    Without a whole index, that reads the whole folder: else half of the blocks would be evicted.
+    Without a whole index, that reads the whole folder: with the blocks counted as space of others,
+    half of them would be evicted.
     Raises: ConfigError if there is no home folder, its disk has no known size, or the folder cannot
         be listed.
     """

@@ -134,8 +134,13 @@ _EARLIER = {"namespaces", "blocks", "agreed"}  # tables of versions without an a
 def check_ours(path: Path) -> None:
     """Check that a file is an index of this version, or empty. Raises: sqlite3.Error.
 
-    The exact text of tables, views and triggers is compared: queries on unknown ones might never
-    end.
+    Compared are the application id, the version, and the exact text of tables, views and triggers,
+    since queries on unknown views or triggers might never end:
+
+    - all three match: the index is used;
+    - two match: DamagedIndexError, and the index is built again from the files;
+    - an index of an earlier version: DamagedIndexError;
+    - otherwise: ForeignIndexError, and the file is left alone.
     """
     with readable_errors(), closing(connect_to_read(path)) as found:
         found.text_factory = any_text
