@@ -1,9 +1,11 @@
 """Hooks into SGLang's scheduler, in processes of their own."""
 
-import subprocess
+import os
 import sys
+from pathlib import Path
 
 import pytest
+from warm import run_forked
 
 pytest.importorskip("sglang")
 
@@ -25,12 +27,19 @@ for _ in range(3):
 """
 
 
-def test_random_policy_rank_whose_libraries_draw_numbers_shuffles_as_the_others() -> None:
-    def rank(drawn: int) -> str:
-        command = [sys.executable, "-c", SHUFFLE, str(drawn)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_random_policy_rank_whose_libraries_draw_numbers_shuffles_as_the_others(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "shuffle.py"
+    program.write_text(SHUFFLE)
 
-    orders = rank(0).splitlines()
+    def rank(drawn: int) -> list[str]:
+        command = [sys.executable, str(program), str(drawn)]
+        done = run_forked(command, dict(os.environ), tmp_path, timeout_s=180)
+        assert done.returncode == 0, done.stdout
+        return [line for line in done.stdout.splitlines() if line.startswith("[")]
+
+    orders = rank(0)
     assert len({*orders}) == 3
     assert {*map(len, orders)} == {len(str([*range(9)]))}
-    assert rank(1).splitlines() == orders
+    assert rank(1) == orders
