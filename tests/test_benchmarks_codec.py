@@ -13,7 +13,6 @@ import pytest
 from benchmarks import (
     bench_codec,
     bench_codec_demo,
-    bench_codec_share,
     bench_codec_ttft,
     codec_report,
     codec_structure,
@@ -82,13 +81,6 @@ def test_bench_codec_ttft_cells_have_ratios_with_four_servers_at_once(
     }
     assert cells[2]["ttft_s"].keys() == {"compute", "raw auto", "int8 auto", "int8 load"}
     assert len(bench_codec_ttft.text(cells).splitlines()) == 1 + len(cells)
-
-
-def test_bench_codec_ttft_codec_raw_is_required_and_comes_first() -> None:
-    assert bench_codec_ttft.parse_args(["--codecs", "int8,raw"]).codecs == ["raw", "int8"]
-    assert bench_codec_ttft.parse_args(["--small"]).tokens == 1024
-    with pytest.raises(SystemExit):
-        bench_codec_ttft.parse_args(["--codecs", "int8"])
 
 
 # ---- a shared device ----
@@ -181,27 +173,6 @@ def test_share_report_sections_compare_with_the_papers_statements(tmp_path: Path
     assert len(share_report.sections({"cells": cells[:4]})) == 1  # no CacheGen, no statements
     path = draw(lambda figure: share_report.picture(figure, result), tmp_path / "share.svg")
     assert path.read_text().count("Cake, CacheGen") == 1
-
-
-def test_bench_codec_share_writes_the_share_file_and_keeps_the_link(tmp_path: Path) -> None:
-    args = bench_codec_share.parse_args(["--small", "--link", "0.5"])
-    progress = SimpleNamespace(say=lambda text: None)
-    paced: list[float] = []
-
-    class FakeBench(bench_codec_share.SharedBench):
-        def pace(self, ratio: float) -> None:
-            paced.append(ratio)
-
-    bench = FakeBench(args, tmp_path, [1], progress)  # type: ignore[arg-type]
-    settings = bench.settings()
-    share = Path(settings["env"][shared_device.SHARE_ENV])
-    assert settings["launcher"][-1] == "benchmarks.shared_device"
-    assert share.read_text() == "1.0"
-    assert bench.points() == [0.9, 0.1]
-    assert [bench.go_to(0.1), share.read_text(), *paced] == [0.5, "0.1", 0.5]
-    for wrong in (["--shares", "1.5"], ["--link", "0"], ["--codecs", "int8"]):
-        with pytest.raises(SystemExit):
-            bench_codec_share.parse_args(wrong)
 
 
 # ---- the demo with every codec ----
