@@ -89,13 +89,6 @@ class TestSealedPacedFileStore(TestSealedFileStore):
         return store
 
 
-class TestSealedMemoryStore(StoreContract):
-    tells_progress = False
-
-    def open(self, folder):
-        return sealed_memory(frame=self.frame)
-
-
 class TestSealedMemoryStoreOneAtATime(StoreContract):
     tells_progress = False
 

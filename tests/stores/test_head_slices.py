@@ -83,15 +83,9 @@ class SlicedContract(StoreContract):
         self.run(tmp_path, test)
 
 
-class TestSlicedFiles(SlicedContract):
-    codec = "raw"
-
+class TestSlicedEncodedFiles(SlicedContract):
     def open(self, folder: Path) -> Store:
-        return open_file(folder, codec=self.codec)
-
-
-class TestSlicedEncodedFiles(TestSlicedFiles):
-    codec = "zstd"
+        return open_file(folder, codec="zstd")
 
 
 class TestSlicedMemory(SlicedContract):

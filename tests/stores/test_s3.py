@@ -81,31 +81,25 @@ def path_of(place, key, frame=FRAME):
 
 
 class TestS3Store(StoreContract):
-    below = "/kv/blocks"
-
     @pytest.fixture(autouse=True)
     def served(self, server):
         self.server = server
 
     def open(self, folder):
-        return self.server.open(self.server.make_bucket() + self.below, frame=self.frame)
-
-
-class TestS3StoreWholeBucketOneAtATime(TestS3Store):
-    below = ""
-
-    def open(self, folder):
-        return self.server.open(self.server.make_bucket(), frame=self.frame, depth=1)
+        return self.server.open(self.server.make_bucket() + "/kv/blocks", frame=self.frame)
 
 
 class TestSealedS3Store(TestS3Store):
-    """With `key_file=`: encrypted before they leave this machine."""
+    """With `key_file=`: encrypted before they leave this machine. In a whole bucket, one call at a
+    time."""
 
     tells_progress = False
 
     def open(self, folder):
         options = f"&key_file={write_key_file(folder)}"
-        return self.server.open(self.server.make_bucket(), frame=self.frame, options=options)
+        return self.server.open(
+            self.server.make_bucket(), frame=self.frame, options=options, depth=1
+        )
 
 
 async def test_s3_store_sealed_block_leaves_no_plain_bytes_in_the_bucket(server, bucket, tmp_path):

@@ -23,11 +23,8 @@ class TestFileStore(StoreContract):
         return sources[0].open(self.frame, depth=self.depth)
 
 
-class TestFileStoreSynced(TestFileStore):
+class TestFileStoreSyncedOneThread(TestFileStore):
     options = "&fsync=data"
-
-
-class TestFileStoreOneThread(TestFileStore):
     depth = 1
 
 

@@ -37,16 +37,14 @@ def opened(sources, frame=FRAME, *, depth=2, **options):
 
 
 class TestTieredFileStores(StoreContract):
-    urls = "file://{0}/fast?min_free=0,file://{0}/slow?min_free=0"
+    """One of them is paced."""
 
-    def open(self, folder):
-        return opened(parse_sources(self.urls.format(folder)), self.frame)
-
-
-class TestThreeTiersOneOfThemPaced(TestTieredFileStores):
     urls = (
         "file://{0}/a?min_free=0&bandwidth=100GB/s,file://{0}/b?min_free=0,file://{0}/c?min_free=0"
     )
+
+    def open(self, folder):
+        return opened(parse_sources(self.urls.format(folder)), self.frame)
 
 
 class TestMemoryBeforeAFileStore(TestTieredFileStores):

@@ -76,11 +76,6 @@ class TestHttpStore(StoreContract):
         return store
 
 
-class TestHttpStoreOneAtATime(TestHttpStore):
-    def open(self, folder):
-        return parse_sources(self.base)[0].open(fresh_frame(self.frame), depth=1)
-
-
 class TestHttpsStoreWithTokenAndCapacity(TestHttpStore):
     @pytest.fixture(autouse=True)
     def _serve(self, guarded_server, places):
@@ -88,6 +83,8 @@ class TestHttpsStoreWithTokenAndCapacity(TestHttpStore):
 
 
 class TestSealedHttpStore(TestHttpStore):
+    """One call at a time."""
+
     tells_progress = False
 
     @pytest.fixture(autouse=True)
@@ -96,7 +93,7 @@ class TestSealedHttpStore(TestHttpStore):
         self.base = f"{open_server.base}?key_file={path}"
 
     def open(self, folder):
-        store = parse_sources(self.base)[0].open(fresh_frame(self.frame), depth=4)
+        store = parse_sources(self.base)[0].open(fresh_frame(self.frame), depth=1)
         assert isinstance(store, EncryptedStore)
         return store
 
