@@ -1381,7 +1381,7 @@ def test_coordinator_requeued_prompt_has_no_limit_for_loads_of_a_later_one() -> 
 
 
 @pytest.mark.parametrize("mode", ["auto", "both", "load"])
-@pytest.mark.parametrize("landed", [(0,), (0, 1), (0, 2), (2,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("landed", [(0,), (0, 1), (0, 2), (2,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.usefixtures("stopped_clock")
 def test_coordinator_prompt_would_wait_as_planned_once_its_island_has_joined_the_tree(

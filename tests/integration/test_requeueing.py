@@ -528,19 +528,31 @@ def test_chunked_request_without_tokens_in_the_step_yields_to_no_other(
 
 
 @pytest.mark.parametrize(
-    ("planned", "saved_end", "limit"),
-    [(None, None, None), (48, None, 48), (None, 32, 32), (48, 32, 32), (16, 32, 16)],
+    ("planned", "saved_end", "passing", "limit"),
+    [
+        (None, None, None, None),
+        (48, None, None, 48),
+        (None, 32, None, 32),
+        (48, 32, None, 32),
+        (16, 32, None, 16),
+        (None, None, 40, 40),
+        (32, None, 40, 32),
+    ],
 )
 def test_chunked_request_step_ends_at_the_first_of_its_stops(
     admissions: Make,
     monkeypatch: pytest.MonkeyPatch,
     planned: int | None,
     saved_end: int | None,
+    passing: int | None,
     limit: int | None,
 ) -> None:
+    """Args: passing: as many tokens as it may compute before another one that loads."""
     admission = admissions()
     step = None if planned is None else StepPlan(planned, wait=False)
     monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
+    monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: passing)
+    admission.queue.append(admission.req("other", stored=True))
     tree = BareTree(admission.coordinator)
     tree.saved_end = saved_end
     adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64)
@@ -583,27 +595,6 @@ def test_chunked_request_step_is_cut_where_later_steps_keep_states(
     adder.chunked_req_limit = shorter
     req = admission.req("running")
     req.full_untruncated_fill_ids = req.origin_input_ids
-    adder.add_chunked_req(req)
-    assert adder.chunked_req_limit == limit
-
-
-@pytest.mark.parametrize(
-    ("passing", "planned", "limit"), [(None, None, None), (40, None, 40), (40, 32, 32)]
-)
-def test_chunked_request_that_passes_others_computes_no_more_than_its_limit(
-    admissions: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    passing: int | None,
-    planned: int | None,
-    limit: int | None,
-) -> None:
-    admission = admissions()
-    step = None if planned is None else StepPlan(planned, wait=False)
-    monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
-    monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: passing)
-    req = admission.req("running")
-    admission.queue.append(admission.req("other", stored=True))
-    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
     adder.add_chunked_req(req)
     assert adder.chunked_req_limit == limit
 
@@ -914,7 +905,7 @@ def test_running_request_is_not_preempted_for_one_whose_limit_beside_others_leav
 
 @pytest.mark.parametrize("mode", ["auto", "both"])
 @pytest.mark.parametrize("waiting", ["loads", "has landed", "is computed"])
-@pytest.mark.parametrize("chunked", ["goes on", "ends", "is parked", "begins"])
+@pytest.mark.parametrize("chunked", ["goes on", "begins"])
 @pytest.mark.usefixtures("stopped_clock")
 def test_running_request_is_not_preempted_for_one_that_the_step_has_no_tokens_for(
     admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str, waiting: str, chunked: str
@@ -925,7 +916,7 @@ def test_running_request_is_not_preempted_for_one_that_the_step_has_no_tokens_fo
     other, req = admission.req("other"), admission.req("waiting", stored=waiting != "is computed")
     if waiting == "has landed":
         admission.land(req)
-    if chunked in ("goes on", "is parked"):
+    if chunked == "goes on":
         admission.scheduler.chunked_req = other
     for chunk_tokens in (64, None):
         adder = prefill_adder(
@@ -935,8 +926,7 @@ def test_running_request_is_not_preempted_for_one_that_the_step_has_no_tokens_fo
             adder.rem_input_tokens = 0
         else:
             adder.rem_chunk_tokens = 0
-        if chunked != "is parked":
-            adder.can_run_list.append(other)
+        adder.can_run_list.append(other)
         if chunked == "begins":
             adder.new_chunked_req = other
         assert not adder.preempt_to_schedule(req)
