@@ -12,13 +12,11 @@ LENGTHS = (
     BLOCK - 1,
     BLOCK,
     BLOCK + 1,
-    2 * BLOCK - 1,
     CHUNK - 1,
     CHUNK,
     CHUNK + 1,
     2 * CHUNK,
     2 * CHUNK + BLOCK,  # wholly stored: exactly 9 blocks
-    1000,
     2047,
 )
 

@@ -30,7 +30,6 @@ from hybrids import (
 )
 from live import (
     BLOCK,
-    CHUNK,
     NEW_TOKENS,
     TOLERANCE,
     PendingRequest,
@@ -185,7 +184,7 @@ class TestBranchingOfStates(PrefixCacheBranchingMixin, Kit):
 
 
 @mostly_loading
-@pytest.mark.parametrize("tokens", [8 * BLOCK, 8 * BLOCK + 1, 4 * CHUNK, 2047])
+@pytest.mark.parametrize("tokens", [8 * BLOCK, 8 * BLOCK + 1, 2047])
 def test_prompt_of_any_length_cold_and_stored_gives_the_answer_of_transformers(
     hybrid: Hybrid, prompt: Make, tokens: int
 ) -> None:

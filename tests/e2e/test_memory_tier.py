@@ -30,7 +30,7 @@ def until_read(live: Live, blocks: int) -> None:
     until(lambda: counted(live, 1, "read") + counted(live, 2, "read") == blocks, f"{blocks} reads")
 
 
-def test_memory_tier_loads_from_memory_and_after_a_restart_from_the_file_tier(
+def test_memory_tier_loads_from_memory_also_after_a_weight_update(
     start: Start, models: dict[str, Path], folder: Path, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(BLOCKS * BLOCK + 5)
@@ -53,11 +53,3 @@ def test_memory_tier_loads_from_memory_and_after_a_restart_from_the_file_tier(
         assert answer.loaded == BLOCKS * BLOCK
         until_read(live, 3 * BLOCKS)
         assert counted(live, 1, "read") == 3 * BLOCKS, "memory has survived the update"
-    with start(models["first"], flags(store, ranks), store=store, env=env) as live:
-        for turn in range(2):
-            answer = live.ask_flushed(ids)
-            assert_same(answer, plain.reference(ids))
-            assert answer.loaded == BLOCKS * BLOCK
-            until_read(live, (turn + 1) * BLOCKS)
-        assert counted(live, 1, "moved_up") == BLOCKS
-        assert counted(live, 2, "read") == BLOCKS

@@ -321,15 +321,15 @@ def test_weight_update_on_a_full_disk_keeps_the_server_answering(
 
 
 def test_weight_update_without_the_store_folder_keeps_the_server_answering(
-    start: Start, models: dict[str, Path], plain: Live, folder: Path
+    moved: Live, models: dict[str, Path], plain: Live, folder: Path
 ) -> None:
-    root, ids = folder / "store-vanishes", _ids(11)
-    with start(models["first"], FLAGS, store=root) as live:
-        live.ask_and_store(ids)
-        root.rename(folder / "store-gone")
-        root.write_text("in its place")
-        live.update_weights(models["second"])
-        with _with_weights(plain, models["second"], models["first"]) as reference:
-            assert_same(live.ask(ids), reference.ask(ids))
-        live.update_weights(models["first"])
-        assert_same(live.ask(ids), plain.reference(ids))
+    """The last test with these servers."""
+    root, ids = moved.store.root, _ids(11)
+    _stored(moved, ids)
+    root.rename(folder / "store-gone")
+    root.write_text("in its place")
+    moved.update_weights(models["second"])
+    with _with_weights(plain, models["second"], models["first"]) as reference:
+        assert_same(moved.ask(ids), reference.ask(ids))
+    moved.update_weights(models["first"])
+    assert_same(moved.ask(ids), plain.reference(ids))
