@@ -81,10 +81,11 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
 ) -> None:
     over = []
     for tokens, link in itertools.product((16384, 32768), (2, 8, 25)):
-        auto, compute, load = (
-            ttft_s(model, tokens, link * GB, mode) for mode in ("auto", "compute", "load")
-        )
-        assert auto <= 1.02 * min(compute, load), (tokens, link)
+        auto, better = (ttft_s(model, tokens, link * GB, mode) for mode in ("auto", "compute"))
+        blocks_s = tokens // BLOCK_TOKENS * model.layout.block_bytes / (link * GB)
+        if blocks_s < better:  # else loading is later for certain
+            better = min(better, ttft_s(model, tokens, link * GB, "load"))
+        assert auto <= 1.02 * better, (tokens, link)
         over.append(auto / model.ideal_s(tokens, link * GB))
     assert statistics.median(over) <= 1.05
     assert min(over) >= 1 - 1e-9

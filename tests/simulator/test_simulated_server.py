@@ -211,7 +211,7 @@ def stored_prompts(seed: int, count: int, busy: float) -> list[Prompt]:
 
 @pytest.mark.parametrize(
     ("count", "busy", "at_most"),
-    [(4, 0, 0.85), (8, 0, 0.79), (50, 0.8, 0.86), (50, 0.95, 0.81), (60, 1.2, 0.84)],
+    [(4, 0, 0.85), (8, 0, 0.79), (50, 0.8, 0.86), (50, 0.95, 0.81)],
 )
 def test_simulated_server_adaptive_lowers_the_mean_ttft(
     count: int, busy: float, at_most: float
@@ -226,7 +226,7 @@ def test_simulated_server_adaptive_lowers_the_mean_ttft(
         for prompt, first_s, found_s in zip(prompts, fcfs, adaptive, strict=True):
             # What ageing promises, and once its own T*, which two resources may overlap worse.
             alone_s = ALONE_S[prompt.prompt_tokens]
-            assert busy > 1 or found_s <= first_s + (1 / AGEING + 1) * alone_s
+            assert found_s <= first_s + (1 / AGEING + 1) * alone_s
     assert statistics.mean(ratios) <= at_most
     assert max(ratios) <= 1.02
     assert statistics.mean(longest) <= 1.6

@@ -385,12 +385,11 @@ def test_store_verify_and_cp_of_a_read_only_store_read_all_blocks(
     assert (copied["copied"], copied["corrupt"]) == (3, 1)
 
 
-@pytest.mark.parametrize("tool", [["verify"], ["gc"], ["clear", "--yes"]], ids=" ".join)
-def test_store_tools_interrupted_while_an_index_is_rebuilt_end(root, tool):
+def test_store_tool_interrupted_while_an_index_is_rebuilt_ends(root):
     rebuilding = open_private(root / INDEX_LOCK)
     assert lock(rebuilding, fcntl.LOCK_EX)
     with process(
-        *(*tool, url_of(root)),
+        *("gc", url_of(root)),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as waiting:
         try:
