@@ -1,5 +1,4 @@
-"""Prefill and decode on servers of their own: a prefill server alone, with SGLang's stand-in for a
-decode server, and one with a real decode server, over Mooncake's TCP transport."""
+"""Prefill and decode on servers of their own, over Mooncake's TCP transport."""
 
 import hashlib
 import itertools
@@ -19,12 +18,11 @@ from live import (
     PendingRequest,
     Start,
     assert_same,
-    check_wrong_kv_is_noticed,
     falsify,
     request,
 )
 from polling import until
-from server_pair import COMMON, NO_DECODE_SERVER, ROOMS, Pair
+from server_pair import COMMON, Pair
 
 from sglang_cake.demo.sglang_server import free_port
 
@@ -91,19 +89,6 @@ def prefill(
     env = env | {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": str(STARTS_OVER)}
     with start(models["first"], flags, store=store, bandwidth="2MB/s", env=env) as live:
         yield live
-
-
-def test_prefill_server_alone_loads_what_an_ordinary_server_stored(
-    ordinary: Live, prefill: Live, prompt: Make
-) -> None:
-    document = prompt(10 * BLOCK + 7)
-    reference = ordinary.ask(document, 1)
-    files = ordinary.store.until_stored(document[: 10 * BLOCK])
-    alone = {"bootstrap_host": NO_DECODE_SERVER, "bootstrap_room": next(ROOMS)}
-    warm = prefill.ask(document, 1, **alone)
-    assert warm.loaded == 10 * BLOCK
-    assert_same(warm, reference)
-    check_wrong_kv_is_noticed(files, lambda: prefill.ask_flushed(document, 1, **alone), reference)
 
 
 @pytest.fixture(scope="module")

@@ -44,16 +44,6 @@ def test_stored_prompt_of_any_length_gives_the_plain_answer(
     assert answer.cached == answer.loaded
 
 
-def test_stored_prompt_wholly_in_store_still_computes_its_last_token(
-    both: Live, prompt: Make
-) -> None:
-    ids = prompt(6 * BLOCK)
-    both.ask_and_store(ids)
-    answer = both.ask_flushed(ids)
-    assert answer.loaded > 0 or both.races
-    assert answer.computed >= 1
-
-
 @pytest.mark.parametrize("tail", [1, BLOCK - 1, BLOCK + 1, CHUNK + 7])
 def test_stored_document_with_a_new_question_gives_the_plain_answer(
     both: Live, plain: Live, prompt: Make, tail: int

@@ -112,7 +112,13 @@ def hybrid(
         yield Hybrid(live, Transformers(model), is_second=kind.mode == "load")
 
 
-class TestMeeting(Meeting, Crowding):
+class TestMeeting(Meeting):
+    pass
+
+
+# Windows that are computed and loaded at once are crowded in test_hybrid_families.py.
+@pytest.mark.parametrize("hybrid", ["windows-load", "states-both", "states-load"], indirect=True)
+class TestCrowded(Crowding):
     pass
 
 

@@ -12,11 +12,8 @@ def turns(*prompts, max_blocks=1000):
     return found
 
 
-def test_conversation_tracker_extended_prompt_is_the_next_turn():
+def test_conversation_tracker_extended_or_repeated_prompt_is_the_next_turn():
     assert turns([1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [9]) == [1, 2, 3, 1]
-
-
-def test_conversation_tracker_repeated_prompt_is_the_next_turn():
     assert turns([1, 2], [1, 2]) == [1, 2]
 
 

@@ -250,16 +250,6 @@ def test_radix_ends_that_the_tree_cannot_go_on_from_are_not_saved(kind: str) -> 
     assert not side.save(req, 32)
 
 
-def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block() -> None:
-    side = tree_of("state-extra-buffer")
-    req = side.start(PROMPT)
-    req.extend_end = 44
-    side.tree.track_end(req)
-    assert req.mamba_branching_seqlen == 40
-    assert side.compute(req, 44)
-    assert side.save(req, 40)
-
-
 @cores()
 @pytest.mark.parametrize("steps", [(60,), (32, 60), (32, 64, 92), (32, 52, 60)])
 def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block_in_each_step(
@@ -649,7 +639,7 @@ def accounting(side: HybridTree) -> list[int]:
     return accounting_of(side.tree, side.allocator, side.requests)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @cores()
 @kinds()
 def test_radix_cache_random_requests_leave_the_slot_counts_of_sglangs_tree(

@@ -88,8 +88,13 @@ WRONG_REGION = {
 }
 
 
-@pytest.mark.parametrize("code", WRONG_REGION)
-@pytest.mark.parametrize("headers", [{}, {"x-amz-bucket-region": "eu-west-3"}])
+@pytest.mark.parametrize(
+    ("code", "headers"),
+    [
+        *((code, {}) for code in WRONG_REGION),
+        ("PermanentRedirect", {"x-amz-bucket-region": "eu-west-3"}),
+    ],
+)
 async def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
     status, detail = WRONG_REGION[code]
     regions = []
