@@ -291,7 +291,8 @@ class _StoreReads:
         depths: the most reads under way at once, by tier; the last number holds for all further
             tiers.
         reads: the reads under way, by key.
-        counts: how many reads are under way, by tier, for each tier that a prompt has blocks in.
+        counts: how many reads are under way, by tier.
+        full: the tiers that have all their reads under way.
         since_s: by tier, when the last block arrived, or when the reads under way started if that
             was later.
         last_fetched_s: when the last block arrived, by the tier that had it when its read began.
@@ -301,6 +302,7 @@ class _StoreReads:
     depths: Sequence[int]
     reads: "dict[BlockKey, _SharedRead]" = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
+    full: set[int] = field(default_factory=set)
     since_s: dict[int, float] = field(default_factory=dict)
     last_fetched_s: dict[int, float] = field(default_factory=dict)
 
@@ -308,22 +310,21 @@ class _StoreReads:
         """The most reads of a tier under way at once."""
         return self.depths[min(tier, len(self.depths) - 1)]
 
-    def may_read(self, tier: int) -> bool:
-        """Whether another read of a tier may start. Any thread."""
-        return self.counts[tier] < self.depth(tier)
-
     def add(self, read: "_SharedRead") -> None:
         """The read starts."""
         self.reads[read.key] = read
         if not self.counts[read.tier]:
             self.since_s[read.tier] = time.monotonic()
         self.counts[read.tier] += 1
+        if self.counts[read.tier] >= self.depth(read.tier):
+            self.full.add(read.tier)
 
     def discard(self, read: "_SharedRead") -> None:
         """The read is over, or no prompt may join it any more. May be called again."""
         if self.reads.get(read.key) is read:
             del self.reads[read.key]
             self.counts[read.tier] -= 1
+            self.full.discard(read.tier)
 
 
 @dataclass(slots=True, eq=False)
@@ -334,11 +335,9 @@ class _PromptQueue:
         first_loadable: blocks below it are computed. Written by the scheduler thread.
         load_from: blocks from this one on are worth loading. Written by the scheduler thread
             once the lookup has answered.
-        todo: blocks to read, ascending; the loader takes the last one whose tier may be read.
+        todo: blocks to read, ascending, by the tier that they will be read from; the loader takes
+            the last one whose tier may be read.
         tiers: for each key, the tier that the block will be read from.
-        distinct_tiers: the tiers of all blocks that were ever in `todo`.
-        found_none: the last search of `todo` for a block in some tiers, if it found no block: the
-            length of `todo`, the position of `load_from` in it, and the tiers.
         reads: reads under way, by block. Written by the I/O thread.
         run: with end states, the blocks to load up to the target. Written by the I/O thread until
             the lookup has answered, and by the scheduler thread from then on.
@@ -355,10 +354,8 @@ class _PromptQueue:
     keys: list[BlockKey] = field(default_factory=list)
     first_loadable: int = 0
     load_from: int = 0
-    todo: list[int] = field(default_factory=list)
+    todo: dict[int, list[int]] = field(default_factory=dict)
     tiers: list[int] = field(default_factory=list)
-    distinct_tiers: set[int] = field(default_factory=set)
-    found_none: tuple[int, int, set[int]] | None = None
     reads: "dict[int, _SharedRead]" = field(default_factory=dict)
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
@@ -370,11 +367,6 @@ class _PromptQueue:
     @property
     def store(self) -> Store:
         return self.link.store
-
-    def found_in(self, tiers: Iterable[int]) -> None:
-        """Blocks of the prompt will be read from these tiers."""
-        self.distinct_tiers.update(tiers)
-        self.link.counts.update(dict.fromkeys(self.distinct_tiers, 0))
 
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
@@ -393,21 +385,31 @@ class _PromptQueue:
         request = self.request
         ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
-        self.found_none = None
         if run:
             self.end_keys = request.key_chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
         wanted = [*run, *ends]
-        todo = set(self.todo)
-        self.todo = [block for block in wanted if block in todo or block not in self.ever_wanted]
+        todo = {block for blocks in self.todo.values() for block in blocks}
+        self.ask(block for block in wanted if block in todo or block not in self.ever_wanted)
         self.ever_wanted.update(wanted)
-        self.found_in(map(self.tier, self.todo))
         return wanted
+
+    def ask(self, blocks: Iterable[int]) -> None:
+        """These blocks are to be read, and no others. Args: blocks: ascending."""
+        todo: dict[int, list[int]] = {}
+        for block in blocks:
+            todo.setdefault(self.tier(block), []).append(block)
+        self.todo = todo
+
+    @property
+    def last(self) -> int:
+        """The last block that is to be read; -1: there is none. Any thread."""
+        every_tier = list(self.todo.values())  # the I/O thread may add a tier meanwhile
+        return max((block for blocks in every_tier for block in blocks[-1:]), default=-1)
 
     @property
     def has_next(self) -> bool:
         """Whether a block that is not being read is worth loading. Any thread."""
-        last = self.todo[-1:]
-        return bool(last) and last[0] >= self.load_from
+        return self.last >= self.load_from
 
 
 @dataclass(slots=True, eq=False)
@@ -590,8 +592,8 @@ class Loader:
         queue = self._by_id.get(load_id)
         if queue is None or queue.reads:
             return False
-        last = queue.todo[-1:]
-        return not last or (queue.link.may_read(queue.tier(last[0])) and queue.has_next)
+        last = queue.last
+        return last < 0 or (queue.tier(last) not in queue.link.full and queue.has_next)
 
     def order(self, load_ids: Sequence[str], *, may_use_all_buffers: str | None) -> None:
         """The link serves these prompts in this order. Only the prompt `may_use_all_buffers` may
@@ -669,8 +671,7 @@ class Loader:
             todo = []
             queue.run = range(0)
         queue.lookup = None
-        queue.todo = todo if queue in self._queues else []
-        queue.found_in(map(queue.tier, queue.todo))
+        queue.ask(todo if queue in self._queues else ())
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
             if not request.loads_now(usable, self._loads_in(tiers)):
@@ -730,74 +731,66 @@ class Loader:
         found = self._next_block()
         if found is None:
             return False
-        queue, position = found
-        if queue.todo[position] < queue.first_loadable:
-            del queue.todo[: position + 1]
-        elif self._start(queue, queue.todo[position]):
-            del queue.todo[position]
+        queue, blocks = found
+        if blocks[-1] < queue.first_loadable:
+            for each in queue.todo.values():
+                del each[: bisect_left(each, queue.first_loadable)]
+        elif self._start(queue, blocks[-1]):
+            blocks.pop()
         else:
             self._awaits_memory = True
             return False
         return True
 
-    def _next_block(self) -> tuple[_PromptQueue, int] | None:
-        """The prompt that is served next, and the position in its `todo` of the block to start."""
+    def _next_block(self) -> tuple[_PromptQueue, list[int]] | None:
+        """The prompt that is served next, and those of its `todo` of which the last one starts."""
         # Only one prompt may use the last quarter of the buffers.
-        readable: dict[_StoreReads, set[int]] = {}  # tiers that may be read
         for queue in self._served:
-            link = queue.link
-            if link not in readable:
-                readable[link] = set(filter(link.may_read, link.counts))
-            tiers = queue.distinct_tiers & readable[link]
+            tiers = queue.todo.keys() - queue.link.full
             if not (tiers or queue.lent) or not queue.has_next:
                 continue
             may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
             # End blocks stay in their buffers until the front has reached the end.
-            ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
+            first_end = queue.request.block_count
+            ends = sum(len(each) - bisect_left(each, first_end) for each in queue.todo.values())
             left = self._staging.free - ends
             has_buffers = may_use_all_buffers or left > self._staging.capacity // 4
-            # Only then: with hundreds of prompts, to search all of them takes longer than a read.
-            position = self._next_position(queue, tiers) if has_buffers else None
-            if position is not None:
-                return queue, position
+            blocks = self._next_in(queue, tiers) if has_buffers else None
+            if blocks is not None:
+                return queue, blocks
             if queue.lent or not has_buffers:
                 self._awaits_memory = True
         return None
 
-    def _next_position(self, queue: _PromptQueue, tiers: set[int]) -> int | None:
-        """The position in `todo` of the block of a prompt to read next: the last block in a tier
-        that may be read. None: there is no such block.
-
-        Args: tiers: the tiers of the prompt's blocks that may be read.
+    def _next_in(self, queue: _PromptQueue, tiers: set[int]) -> list[int] | None:
+        """Those blocks in the `todo` of a prompt of which the last one is to be read next: it is
+        the last block in these tiers, which may be read. None: there is no such block.
 
         While enough lent blocks wait for their copies, no further block is taken from memory.
         Without this bound, all blocks in memory would be fetched at once, and the device would wait
         for their copies instead of computing.
         """
-        todo = queue.todo
-        last = len(todo) - 1
-        if todo[last] >= queue.request.block_count:
+        todo, last = queue.todo, queue.last
+        if last >= queue.request.block_count:
             # End blocks are not copied before the last of them is there, and nothing goes before.
-            return last if queue.tier(todo[last]) in tiers else None
+            return next((todo[tier] for tier in tiers if todo[tier][-1:] == [last]), None)
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
-        if queue.lent >= max(queue.link.depth(queue.lender), ahead):
+        is_ahead = queue.lent >= max(queue.link.depth(queue.lender), ahead)
+        if is_ahead:
             tiers = tiers - {queue.lender}
-        elif queue.tiers[todo[last]] in tiers:
-            return last
-        first_asked = bisect_left(todo, queue.load_from)
-        search = (len(todo), first_asked, tiers)
-        if not tiers or queue.found_none == search:
-            return None
-        for position in range(last, first_asked - 1, -1):
-            block = todo[position]
-            if queue.tiers[block] in tiers:
+        while True:
+            lasts = ((todo[tier][-1], tier) for tier in tiers if todo[tier])
+            block, tier = max(lasts, default=(-1, 0))
+            if block < queue.load_from:
+                return None
+            if block < last or is_ahead:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
-                    (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
-                    queue.found_in([queue.tiers[block]])
-                if queue.tiers[block] in tiers:  # the block has not moved up since
-                    return position
-        queue.found_none = search
-        return None
+                    (found,) = queue.store.sources([queue.keys[block]])  # it may have moved up
+                    insort(todo.setdefault(found, []), block)
+                    todo[tier].pop()
+                    queue.tiers[block] = tier = found
+            if tier in tiers:
+                return todo[tier]
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
         self._may_use_all_buffers = may_use_all_buffers
@@ -963,8 +956,7 @@ class Loader:
             for queue, block in read.waiters:
                 lost = [block]
                 if reason == LATE:  # all blocks of the tier now, not one after another
-                    lost += [each for each in queue.todo if queue.tier(each) == read.tier]
-                    queue.todo = [each for each in queue.todo if queue.tier(each) != read.tier]
+                    lost += queue.todo.pop(read.tier, [])
                 self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
 
@@ -1000,8 +992,7 @@ class Loader:
         """Stop all reads of a prompt; they may begin again."""
         if queue.load_from >= queue.request.index_count:  # `load_from` may have changed since
             for block in queue.reads:
-                insort(queue.todo, block)
-            queue.found_none = None
+                insort(queue.todo.setdefault(queue.tier(block), []), block)
             self._keep_reads(queue, ())
 
     def _trim(self, queue: _PromptQueue) -> None:
