@@ -1,14 +1,7 @@
 """The costs of computing and of loading, learned from every step and every fetched block.
 
-Prefill: the time of a step has a fixed part, a part per token (the linear layers), a part per
-(query, key) pair (attention, which makes later chunks cost more), and a part per decoding request
-that shares the step. With MLA a step also has a part per token of the prefix, whose latent vectors
-are projected again in each step. Where a graph of a fixed size runs the step, its tokens are padded
-to that size. Loading: a latency, and then a time per block.
-
-Nothing is profiled. The first numbers are guesses with the proportions of the model (`prior`). Each
-measured step moves them, the newest step most. A step that took far longer than predicted (another
-process, a page fault) moves them only a little. Pure: no clock, no threads, no files.
+The parts of both, and how wrong costs are corrected, are in docs/scheduling.md#costs. Pure: no
+clock, no threads, no files.
 """
 
 import math

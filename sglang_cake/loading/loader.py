@@ -364,10 +364,6 @@ class _PromptQueue:
     lent: int = 0
     lender: int = 0
 
-    @property
-    def store(self) -> Store:
-        return self.link.store
-
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
         first = self.request.block_count
@@ -422,10 +418,6 @@ class _SharedRead:
     block_read: BlockRead
     waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
-
-    @property
-    def store(self) -> Store:
-        return self.link.store
 
     def join(self, queue: _PromptQueue, block: int) -> None:
         self.waiters.append((queue, block))
@@ -643,13 +635,13 @@ class Loader:
         queue.lookup.add_done_callback(_log_failure)
 
     async def _look_up(self, queue: _PromptQueue) -> None:
-        request = queue.request
+        request, store = queue.request, queue.link.store
         keys = request.key_chain.of(request.tokens)
         queue.keys = keys
         ends: list[bool] = []
         try:
-            stored = await queue.store.contains(keys)
-            queue.tiers = queue.store.sources(keys)
+            stored = await store.contains(keys)
+            queue.tiers = store.sources(keys)
             if len(queue.tiers) != len(keys):
                 raise ValueError(f"{len(queue.tiers)} sources of {len(keys)} keys")
             tiers = bytes(min(tier, MOST_TIERS - 1) for tier in queue.tiers)
@@ -674,7 +666,8 @@ class Loader:
         queue.ask(todo if queue in self._queues else ())
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
-            if not request.loads_now(usable, self._loads_in(tiers)):
+            loads = TierLoads(tiers, self.tier_costs, self.tier_silence_s)
+            if not request.loads_now(usable, loads):
                 queue.load_from = request.index_count
         self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends), tiers))
         self._resume(queue)  # before the scheduler wakes: blocks that are lent are there at once
@@ -685,11 +678,8 @@ class Loader:
                 # may belong to other ends.
                 if queue.run:
                     facts = replace(request.facts, id=f"{request.facts.id} end")
-                    await queue.store.on_access(queue.end_keys, facts)
-                await queue.store.on_access(keys, request.facts)
-
-    def _loads_in(self, tiers: bytes) -> TierLoads:
-        return TierLoads(tiers, self.tier_costs, self.tier_silence_s)
+                    await store.on_access(queue.end_keys, facts)
+                await store.on_access(keys, request.facts)
 
     async def _look_up_ends(self, queue: _PromptQueue, stored: Sequence[bool]) -> list[bool]:
         """After which blocks an end state is stored. The search stops at the best end."""
@@ -701,7 +691,7 @@ class Loader:
         for start in range(0, len(blocks), EXACT_KEYS):
             some = blocks[start : start + EXACT_KEYS]
             keys = [request.key_chain.end_keys(queue.keys[b], 1)[0] for b in some]
-            found = await queue.store.contains(keys)
+            found = await queue.link.store.contains(keys)
             for block, yes in zip(some, found, strict=True):
                 ends[block] = yes
             if any(found):
@@ -727,7 +717,7 @@ class Loader:
             self._borrowers.clear()
 
     def _start_next(self) -> bool:
-        """Returns whether there may be another block to start."""
+        """Whether there may be another block to start."""
         found = self._next_block()
         if found is None:
             return False
@@ -785,7 +775,7 @@ class Loader:
                 return None
             if block < last or is_ahead:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
-                    (found,) = queue.store.sources([queue.keys[block]])  # it may have moved up
+                    (found,) = queue.link.store.sources([queue.keys[block]])  # it may have moved up
                     insort(todo.setdefault(found, []), block)
                     todo[tier].pop()
                     queue.tiers[block] = tier = found
@@ -833,8 +823,8 @@ class Loader:
         key = queue.key(block)
         started_s = time.monotonic()
         try:
-            (tier,) = queue.store.sources([key])
-            lent = queue.store.lend(key)
+            (tier,) = queue.link.store.sources([key])
+            lent = queue.link.store.lend(key)
         except Exception:  # the read fails as well, and says why
             return False
         if lent is None:
@@ -869,12 +859,12 @@ class Loader:
             return
         started_s = time.monotonic()
         try:
-            (tier,) = read.store.sources([read.key])
+            (tier,) = read.link.store.sources([read.key])
             limit_s = self._fits.limit_s(tier, started_s)
             read_until_s.set(started_s + limit_s)  # in this task
             limit = asyncio.get_running_loop().call_later(limit_s, self._late, read)
             try:
-                await read.store.get_into(read.key, buffer.view, read.block_read.received)
+                await read.link.store.get_into(read.key, buffer.view, read.block_read.received)
             finally:
                 limit.cancel()
         except asyncio.CancelledError:

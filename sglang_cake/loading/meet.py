@@ -11,9 +11,9 @@ position); the loader lands blocks from the end leftwards. A maximal run of land
 Each block is in exactly one state (docs/glossary.md#the-states-of-a-block-of-a-prompt), and
 TRANSITIONS has every change of state.
 
-Three rules follow from the table: computing never enters a LANDED block, no CLAIMED block is ever
-attached, and no block is attached twice. Progress is certain: a LANDED block can be attached or
-dropped, an ATTACHED one is before the front, and a block in any other state can be claimed.
+Three rules follow from the table (docs/architecture.md#the-meet). Progress is certain: a LANDED
+block can be attached or dropped, an ATTACHED one is before the front, and a block in any other
+state can be claimed.
 
 This is Algorithm 1 of Cake (arXiv 2410.03065) with `io_ptr` replaced by a state per block, so that
 a lost block costs one block and not the rest of the prompt.

@@ -1,7 +1,5 @@
-"""Compute, load, or both: decided at arrival and again later, on predicted costs.
-
-There are three ways to a prompt's first token: compute everything, load everything that is stored,
-or compute from the front while blocks are loaded from the back.
+"""Compute, load, or both: decided at arrival and again later, on predicted costs. The rules, and
+how far a step goes, are in docs/scheduling.md#one-prompt.
 
 - `look_ahead` predicts the time of all three.
 - `next_step` takes the best way, and says how far the next step computes.
@@ -9,23 +7,8 @@ or compute from the front while blocks are loaded from the back.
 - `overlap_span` decides whether the last step begins before the last loads are over.
 - `passing_tokens` shortens a step in which later prompts pass one that is loaded.
 
-Decisions are not final: a prompt that is only computed is loaded once that saves time, and the
-other way round.
-
-The split is greedy: each step starts from the blocks that have landed by then, which takes 1.02
-times as long as the best split with all speeds known (docs/theory.md). Only the length of a step is
-predicted. A running step cannot be aborted, so computing past the meeting point is lost time.
-
-A step is a whole chunk while that ends before the meeting point. The step after that covers
-`1 - error` of the rest, in whole blocks, if a wrong prediction would cost more than the fixed time
-of another step. Otherwise it covers all of it.
-
-A step ends where the front can jump over landed blocks. If they stand between holes, and a step
-that ends there would leave out more than they save, it goes on, and they are dropped. Beside
-prompts that wait, a step that ends there takes as long as a whole one, since they fill it.
-
-Waits and short steps trust predictions of loads. All of them together make a prompt at most one
-step later than computing alone would (`patience_s`), whatever the store does.
+The split is greedy: each step starts from the blocks that have landed by then. Only the length of a
+step is predicted. A running step cannot be aborted, so computing past the meeting point is lost.
 """
 
 import functools
@@ -424,9 +407,8 @@ def _jumped(
 def _overlap_gain(
     view: View, later: bytes, chunk_tokens: int, costs: PromptCosts
 ) -> tuple[int, float]:
-    """The gain of an overlapped last step, as two values: the first block from which all blocks up
-    to that step are stored, and the time in seconds that the step may begin before the end of the
-    loads. Without other requests it begins while the last block is read."""
+    """The first block from which all blocks up to an overlapped last step are stored, and the time
+    in seconds that this step may begin before the end of the loads."""
     stop = later.rfind(1) + 1
     end = min((view.first + stop) * view.block_tokens, view.limit)
     alone = not costs.others_s and not view.end_blocks
@@ -530,13 +512,8 @@ def island_start(view: View) -> int:
 def should_load(
     view: View, *, mode: Mode, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
 ) -> bool:
-    """Whether the stored blocks of a prompt should be loaded while it waits in the queue.
-
-    Asked at arrival and again at polls, with the backlog of the device at that time.
-
-    Args:
-        costs: `backlog_s` is the device time of requests before it.
-    """
+    """Whether the stored blocks of a prompt should be loaded while it waits in the queue. Asked at
+    arrival and again at polls."""
     if mode != "auto":
         return mode != "compute"
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
@@ -581,16 +558,11 @@ def overlap_span(
     costs: PromptCosts,
 ) -> Span | None:
     """The stored tokens, from the front on, that an overlapped last step would find loaded or on
-    their way if it began now (docs/theory.md). None: it must wait, or there will be no such step.
+    their way if it began now (docs/scheduling.md#the-last-step). None: it must wait, or there will
+    be no such step, as with end states: its first layer may need all of the end state.
 
-    The step computes the tokens after the stored part. Its layer i needs KV of layer i alone, and
-    a block's bytes come layer by layer. So it can run while the last blocks are read, and wait at
-    each layer for KV that is not there yet. With end states there is no such step: its first layer
-    may need all of the end state.
-
-    It begins when the loads are predicted to end before a step that begins now. So it holds the
-    device for at most twice the time that the step takes anyway. The caller must see that no other
-    request wants the device.
+    It begins when the loads are predicted to end before a step that begins now. The caller must see
+    that no other request wants the device.
 
     Args:
         missing_shares: for each block whose bytes are arriving, the share that has not arrived.
@@ -623,11 +595,10 @@ def passing_tokens(
     """How many tokens a prompt computes in a step in which it passes earlier prompts, which wait
     for their loads or have their last step. 0: it has no part in the step. None: there is no limit.
 
-    A prompt whose loads end while a step runs waits for the end of that step. With pipelined steps
-    it also waits for the step after it, if that is planned before the loads end. So a step of
-    prompts that pass ends when the loads do. If that is before the device is free, or before any
-    step could end, nothing passes. The last step of a prompt that was loaded takes no longer than
-    without those that pass.
+    A prompt whose loads end while a step runs waits for the end of that step. So a step of prompts
+    that pass ends when the loads do. If that is before the device is free, or before any step could
+    end, nothing passes. The last step of a prompt that was loaded takes no longer than without
+    those that pass.
 
     All other prompts then lose at most the time of a step that computes nothing, with what a model
     computes again of the prefix in each step. There is no limit unless one prompt gains more than

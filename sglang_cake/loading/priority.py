@@ -1,28 +1,9 @@
 """The order in which prompts get the budget of a step, and the link.
 
-The order is Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3), as derived in
-docs/theory.md:
-
-1. Prompts of which nothing is being loaded, or whose loads have stalled, in SGLang's order. Of
-   equal age, as all are that arrive during one step, prompts whose loads are over and whose rest
-   fits one step come first.
-2. Prompts whose blocks arrive as predicted, the one with the smallest remaining T* first. They get
-   what the others leave of a step's budget, which may be nothing, while their loads go on. A prompt
-   whose loads have stalled would gain nothing by that.
-
-Later prompts pass one that is being loaded only while it could still be computed in time: its
-prefill must not end later than in the `FcfsSchedule`. How long that leaves is its slack.
-
-Ageing prevents starvation. Prompts are sorted by `remaining_s - AGEING * waited_s`, where prompts
-of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overtaken only by prompts
-that arrive within `remaining_s / AGEING` seconds after it. All prompts age alike, so the order of
-two of them changes only with their remaining times.
-
-Priorities, where they count, come before all of that, except against a prompt whose prefill is due:
-computed alone, it would have the device until its prefill ends. With `--cake-priority fair`,
-tenants come next (`TenantTokens`): all prompts of a tenant with a lower count of tokens go before
-those of a tenant with a higher one. `preempts` says when a prompt that is being computed in chunks
-is interrupted between two of them.
+The order is Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3), with classes, ageing,
+slack, priorities and tenants as in docs/scheduling.md#the-order. All prompts age alike, so the
+order of two of them changes only with their remaining times. `preempts` says when a prompt that is
+being computed in chunks is interrupted between two of them.
 """
 
 import math
