@@ -9,10 +9,9 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,13 +165,9 @@ class Copier:
     def wait_launched(self, launches: Sequence["Future[Copy]"]) -> list[Copy | None]:
         """The copies of these launches, which the copier was given. None: the launch failed, or it
         was late and is given up. A launch that has begun is waited for."""
-        since_s = time.monotonic()
-        copies: list[Copy | None] = []
-        for launched in launches:
-            with contextlib.suppress(TimeoutError, CancelledError):
-                launched.exception(self._patience_left_s(since_s))
-            copies.append(withdraw(launched))
-        return copies
+        # To `wait`, what was given up before is not over until the thread comes to it.
+        wait([each for each in launches if not each.cancelled()], self._patience_s)
+        return [withdraw(launched) for launched in launches]
 
     def check(self) -> None:
         """Raises: the first error since the last call, of a load or of a copy under way. A load
@@ -186,11 +181,6 @@ class Copier:
         """Complete what was asked for, and end."""
 
     # ---- inside ----
-
-    def _patience_left_s(self, since_s: float) -> float | None:
-        if self._patience_s is None:
-            return None
-        return self._patience_s - (time.monotonic() - since_s)
 
     def _hold_moves(self) -> None:
         self._unordered = True
