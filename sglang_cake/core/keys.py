@@ -1,14 +1,10 @@
 """Spans of tokens, the namespace, and block keys: a SHA-256 chain over blocks of tokens, seeded
 with the namespace.
 
-Equal keys mean equal KV: a key covers the namespace digest, the request's `extra_key` and
-`cache_salt`, the content of its LoRA adapter, and every token from the start of the prompt to the
-end of the block. If the prompt has images, videos or audio, it also covers their content, and
-positions that are not the token's index. The keys of an end state are derived from the key of the
-block before it.
-
-If a block has KV of a draft model, its key also covers the next token, and with several draft
-layers the next tokens: the first layer is given the token after the one whose KV it keeps.
+Equal keys mean equal KV: a key covers all that its KV depends on
+(docs/security.md#what-a-key-is-made-of). If a block has KV of a draft model, that is also the next
+token, and with several draft layers the next tokens. The keys of an end state are derived from the
+key of the block before it.
 """
 
 import hashlib
@@ -245,11 +241,8 @@ MAX_DESCRIPTION_BYTES = 1 << 16
 class Namespace:
     """All facts that the meaning of stored KV bytes depends on; their order is part of the digest.
 
-    The digest of a process's namespace seeds its keys. The digest of the stored namespace, which
-    may have a group of heads or the name of an encryption key as a further field, stands in every
-    block header. So a change of any fact but the label (model weights, dtype, shard, block size,
-    ...) makes a new namespace. There is no other invalidation: stored bytes are never
-    reinterpreted. The caller that opens a store names the facts.
+    A change of any fact but the label (model weights, dtype, shard, block size, ...) makes a new
+    namespace. There is no other invalidation: stored bytes are never reinterpreted.
     """
 
     fields: tuple[tuple[str, str], ...]  # (name, value); names are unique

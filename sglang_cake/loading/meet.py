@@ -18,16 +18,11 @@ state can be claimed.
 This is Algorithm 1 of Cake (arXiv 2410.03065) with `io_ptr` replaced by a state per block, so that
 a lost block costs one block and not the rest of the prompt.
 
-Models with a recurrent state or with sliding windows have `end_blocks` above 0. A stored prefix of
-theirs can be used only up to an *end*: a block boundary whose end state is stored, as that many end
-blocks. One end is the *target*, and the front jumps there or nowhere:
+Models with a recurrent state or with sliding windows have `end_blocks` above 0. The front of their
+prompts jumps to the *target* or nowhere (docs/end-states.md):
 
     |=========|. . . . . .|#################|. . . . .|      ###
     0         front       blocks up to the   target   limit  end blocks of the target
-
-Only the unbroken run of blocks up to the target is wanted. A hole in the run makes the blocks left
-of it useless, and a lost end state makes all of them useless. Then either a lower end inside the
-run becomes the target, or the rest of the run is kept; blocks without a use are given up.
 """
 
 from collections.abc import Iterable, Sequence, Set

@@ -265,9 +265,7 @@ class BlockSaving:
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
     keeps its KV in the tree. Once the request has ended it is given up, and counted. An end state
-    is given up earlier, if a later one takes its place or the tree has evicted it. While one waits
-    for its buffers, blocks get none. With several ranks it is not tried again: blocks leave as many
-    buffers free as it needs.
+    is given up earlier, if a later one takes its place or the tree has evicted it.
 
     Args: alone: no other rank has a tree that must stay like this one's.
     Attributes: kv: the pool that it copies from.

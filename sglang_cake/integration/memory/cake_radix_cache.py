@@ -420,10 +420,8 @@ class CakeRadixCache(UnifiedRadixCache):
         return int(replay_len(req.prefix_len))
 
     def restart_windows(self, batch: Any) -> None:
-        """Have SGLang compute the windows of the requests of a batch again that blocks have joined:
-        as of a new request behind a prefix of the tree, whose last window it computes in the same
-        step. DSPARK's draft model keeps its window in a ring of the request. In such a step it sees
-        less than a window at first, as after any hit in SGLang's own tree."""
+        """Have SGLang compute the windows of the requests of a batch again that blocks have joined,
+        as of a new request behind a prefix of the tree."""
         if self.joined is not None:
             batch.encoder_swa_reset = [
                 resets or req in self.joined
@@ -435,13 +433,8 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def step_stop(self, req: "Req") -> int | None:
         """Where the next step of a request must stop, if it gets there, so that the tree gets an
-        end state that is to be saved; None: anywhere.
-
-        That is the token at which the prompt diverges from others, or the last one before it whose
-        state the step keeps. Without SGLang's extra buffers, which keep recurrent states inside of
-        steps, it is also the end of the last whole block before the last token. A draft model's
-        rows in a window need the next tokens, so the step has these too.
-        """
+        end state that is to be saved; None: anywhere. A draft model's rows in a window need the
+        next tokens, so the step has these too."""
         if self.ends is None or self.coordinator is None or self.saving is None:
             return None
         record = self.coordinator.record(req)
@@ -464,10 +457,9 @@ class CakeRadixCache(UnifiedRadixCache):
     def cut_stop(self, req: "Req", cut: int) -> int:
         """Where a step that would be cut at token `cut` of a prompt ends.
 
-        SGLang's extra buffers keep states at multiples of its state chunk from the start of a step.
-        A step that starts between two of them could keep none at a block boundary. So a cut is
-        moved down to one of them, if the step gives up at most CUT_SHARE of its tokens, or if the
-        next step is the prompt's last one. A step that would have no tokens left is cut as it is.
+        The next step should start at a multiple of the state chunk, to keep states at block
+        boundaries. So the cut is moved down to one, if the step gives up at most CUT_SHARE of its
+        tokens, or if the next step is the prompt's last one, and if it has tokens left.
         """
         if self.ends is None or self.coordinator is None:
             return cut

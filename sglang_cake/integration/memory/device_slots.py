@@ -1,12 +1,9 @@
 """Device slots of blocks that are loaded, from their reservation to the tree.
 
-Slots are reserved before the bytes are there, so that a block can be copied to the device when it
-lands, while a forward runs. One prompt owns the slots of a block until the block joins the tree.
-The tree reports these slots as evictable (`cake_radix_cache.py`), so SGLang may plan with that
-memory. When SGLang needs it, `reclaim` frees slots, and their blocks are computed instead.
-
-Where SGLang moves slots (`--enable-unified-memory`), no slots are reserved: a block gets them when
-it has landed, from the scheduler thread, which also moves slots.
+Slots are reserved before the bytes are there, except where SGLang moves slots. One prompt owns the
+slots of a block until the block joins the tree. The tree reports them as evictable
+(`cake_radix_cache.py`): when SGLang needs the memory, `reclaim` frees slots, and their blocks are
+computed instead.
 
 With several ranks, slots are allocated and freed at the same moment on each, since each decides on
 what all ranks know. Copies are of one rank: a block whose slots are withdrawn may still be under

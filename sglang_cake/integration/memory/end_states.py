@@ -1,20 +1,8 @@
-"""End states: data that a stored prefix needs at its end, beside the KV of its blocks.
-
-A model with sliding windows or recurrent layers can continue a stored prefix only at certain
-tokens, the prefix's ends. At an end it needs an end state:
-
-| layers | end state at token `P` |
-|---|---|
-| sliding windows | their KV of the last window, `[P - window_tokens, P)` |
-| recurrent: Mamba, linear attention, short convolutions | their state after token `P - 1` |
-| compressed: DeepSeek V4 | the last page of the window, with sums of tokens yet to be compressed |
-
-With SGLang's bounded replay (DeepSeek V4.1), the last layers compute a step's last tokens alone. So
-their window before an end is incomplete, and no part of an end state. They need no window before a
-step that has the last `tail_tokens` of a prompt.
+"""End states: data that a stored prefix needs at its end, beside the KV of its blocks
+(docs/end-states.md): at token `P` the KV of sliding windows, `[P - window_tokens, P)`, and the
+states of recurrent layers after token `P - 1`.
 
 An end state is stored as end blocks. Each has the size of a block; unused bytes are zero.
-So stores, host buffers and the loader handle one size.
 """
 
 import itertools
@@ -279,11 +267,8 @@ def compressed_window(
     drafts: Sequence[Any] = (),
     layers: int | None = None,
 ) -> EndPart:
-    """The window of a model with compressed attention, one page for each end.
-
-    A page of the window has the KV of its tokens, and the sums of those that are not compressed
-    yet: SGLang keeps them in rings that belong to the page. Sums over 128 tokens are a request's
-    own, and empty at the end of a page.
+    """The window of a model with compressed attention, one page for each end. Sums that belong to
+    a request are empty at the end of a page.
 
     Args:
         pool: SGLang's `DeepSeekV4TokenToKVPool`.

@@ -32,8 +32,6 @@ logger = logging.getLogger("sglang_cake")
 
 COPY_BYTES = 128 * 2**20  # at most, of device memory, for the copies of a process
 PIECE_BYTES = 24 * 2**20  # of a block, at most, that one DMA and one kernel move
-# A kernel waits until a matrix product lets go of the multiprocessors: 1.6 ms for a large one on an
-# H100. Meanwhile the link goes on as long as there is place for what it brings.
 IN_BYTES = 64 * 2**20  # of device memory, at most, for blocks on their way in
 OUT_BYTES = 56 * 2**20  # for blocks on their way out
 MOST_PLACES = 16  # of one direction
@@ -375,14 +373,13 @@ class RingPlace:
 
 class CopyStreams:
     """The streams that copies run on, and the device memory that bytes go through: a ring of places
-    each way. All pools of a process share them.
+    each way (docs/architecture.md#copies). All pools of a process share them.
 
     Events order the streams with the use of places. The host never waits for a free one.
 
     Attributes:
         into: the stream that writes into pools.
-        fetching: the stream of DMAs from host memory into places, which go on while a kernel in
-            `into` waits for multiprocessors.
+        fetching: the stream of DMAs from host memory into places.
         out: the stream out of pools.
         piece_bytes: of a place.
         places: of the ring into pools, again and again.
@@ -557,11 +554,8 @@ class CudaKV(DeviceKV):
 
 @contextlib.contextmanager
 def copying_thread(device: torch.device) -> Iterator[None]:
-    """The calling thread copies on `device`, beside the thread of SGLang's scheduler.
-
-    SGLang captures some CUDA graphs while it serves, in PyTorch's default mode. A thread of the
-    same mode that then asks for an event, or for memory, gets an error and spoils the capture.
-    """
+    """The calling thread copies on `device`, and heeds captures of CUDA graphs of its own alone:
+    else its calls would spoil those of SGLang's scheduler."""
     with torch.inference_mode(), torch.cuda.device(device):
         before = exchange_capture_mode(_THREAD_LOCAL)
         try:

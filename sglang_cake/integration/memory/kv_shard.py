@@ -11,9 +11,6 @@ class KvShard:
     """The KV of one rank. Ranks that hold the same shard share a namespace, and divide the work of
     storing its blocks: each block is stored by one rank of each machine, and read by all.
 
-    A block that a rank could not read is stored by that rank, whichever block it is. If a rank
-    fails to store a block, the block is absent, and computed.
-
     Attributes:
         index, count: shard `index` of `count` different ones.
         has_all_heads: all ranks hold the same KV, whatever their number.
