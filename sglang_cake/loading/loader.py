@@ -74,11 +74,6 @@ class HostBlock:
         self._lock = threading.Lock()
         self._holders = 1
 
-    @property
-    def is_held(self) -> bool:
-        """Whether it has a holder."""
-        return self._holders > 0
-
     def hold(self) -> bool:
         """Become one more holder; False if the last one has just released it."""
         with self._lock:
@@ -135,15 +130,6 @@ class Lost:
 
 
 LoaderEvent = LookedUp | Fetched | Lost
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderStats:
-    """What a loader holds: live prompts, reads under way, and fetched blocks with a holder."""
-
-    prompts: int
-    reads: int
-    staged_blocks: int
 
 
 # ---- the state of one read, and of one prompt ----
@@ -288,8 +274,7 @@ class _StoreReads:
     """A store, and its reads under way, which the I/O thread writes.
 
     Attributes:
-        depths: the most reads under way at once, by tier; the last number holds for all further
-            tiers.
+        depths: as for `LoadFits`.
         reads: the reads under way, by key.
         counts: how many reads are under way, by tier.
         full: the tiers that have all their reads under way.
@@ -438,8 +423,7 @@ class Loader:
         store: None: no prompt may begin before `use`.
         staging: buffers of one block each; when they run out, loading pauses. With end states,
             they must hold at least one end state and one block.
-        depths: the most reads under way at once, by tier; the last number holds for all further
-            tiers.
+        depths: as for `LoadFits`.
         prior: the cost of a store before anything is read from it.
         least_limit_s: every read may take that long.
         wake: called when a lookup has answered, and when a prompt's last block that is worth
@@ -601,14 +585,6 @@ class Loader:
         queue = self._by_id.pop(load_id, None)
         if queue is not None:
             self._io.post(self._cancel, queue)
-
-    @property
-    def stats(self) -> LoaderStats:
-        """What the loader holds now. Any thread."""
-        links = {queue.link for queue in list(self._queues)}
-        reads = sum(len(link.reads) for link in links)
-        staged = sum(each.is_held for each in list(self._staged.values()))
-        return LoaderStats(len(self._queues), reads, staged)
 
     def close(self) -> None:
         """Start no more reads. The process is about to end or the I/O thread to stop."""
@@ -852,13 +828,12 @@ class Loader:
         return True
 
     async def _fetch(self, read: _SharedRead, buffer: Buffer) -> None:
-        wanted = any(block >= queue.first_loadable for queue, block in read.waiters)
-        if not wanted:  # computed since the read was started
-            self._give_up(read, buffer, reason=None)
-            self._over(read)
-            return
         started_s = time.monotonic()
         try:
+            wanted = any(block >= queue.first_loadable for queue, block in read.waiters)
+            if not wanted:  # computed since the read was started
+                self._give_up(read, buffer, reason=None)
+                return
             (tier,) = read.link.store.sources([read.key])
             limit_s = self._fits.limit_s(tier, started_s)
             read_until_s.set(started_s + limit_s)  # in this task

@@ -4,7 +4,16 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import pytest
-from test_loader import BLOCK, SEED, LoaderHarness, bytes_of, keys_of, looked_up, tokens_of
+from test_loader import (
+    BLOCK,
+    SEED,
+    LoaderHarness,
+    bytes_of,
+    keys_of,
+    looked_up,
+    stats_of,
+    tokens_of,
+)
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
@@ -175,7 +184,7 @@ def test_loader_empty_run_stops_all_reads(harness: EndsHarness) -> None:
     harness.news()
     harness.loader.set_run("a", range(0))
     assert harness.waiting() == []
-    assert harness.loader.stats.reads == 0
+    assert stats_of(harness.loader).reads == 0
     assert harness.pool.free == harness.pool.capacity
 
 
