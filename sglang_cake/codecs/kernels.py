@@ -1,9 +1,8 @@
 """Common parts of all compiled loops: reading and writing of numbers, and compilation.
 
-A kernel works on a whole part of a block in one call, without the GIL: a thread that took the GIL
-back after every small step would wait for the scheduler's Python code each time. Loops over
-channels are the innermost, so that the compiler makes vector instructions of them. Kernels do not
-check bounds: their callers check every length, and every index that came from stored bytes.
+A kernel works on a whole part of a block in one call, without the GIL. Loops over channels are the
+innermost, so that the compiler makes vector instructions of them. Kernels do not check bounds:
+their callers check every length, and every index that came from stored bytes.
 
 Rounding is to the nearest, ties to even, as in PyTorch. Products and sums are rounded separately
 (never fused), so that every machine computes the same values.
@@ -84,11 +83,6 @@ def compiled(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-def inlined(function: Callable[..., Any]) -> Any:
-    """A function that kernels call."""
-    return numba.njit(nogil=True)(function)
-
-
 # Written in LLVM's language: Numba would compute small integers in 64 bits, which wastes most of a
 # vector.
 
@@ -129,7 +123,7 @@ def _to_half(context, number):
     return types.uint16(types.float32), build
 
 
-@inlined
+@numba.njit(nogil=True)
 def number(word, kind):
     """A word as float32. `kind` must be constant within a loop."""
     if kind == BFLOAT16:
@@ -139,7 +133,7 @@ def number(word, kind):
     return np.uint32(word).view(np.float32)
 
 
-@inlined
+@numba.njit(nogil=True)
 def word(number, kind):
     """A finite float32 as a word. Numbers too large for float16 become its largest number."""
     if kind == BFLOAT16:

@@ -92,7 +92,7 @@ class DaemonPool(Executor):
         self._name = name
         self._lock = threading.Lock()
         # `Queue` and `Semaphore` are in Python: with them a call took twice the processor time.
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], None]] | None]
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._idle = 0  # threads that wait, less jobs that none of them has taken yet
         self._threads: list[threading.Thread] = []
@@ -102,7 +102,6 @@ class DaemonPool(Executor):
         """Raises: RuntimeError once it is shut down, or if the system refuses a thread. The work
         never runs then."""
         future: Future[T] = Future()
-        job = functools.partial(_run_into, future, functools.partial(work, *args, **kwargs))
         with self._lock:
             if self._closed:
                 raise RuntimeError("shut down")
@@ -113,7 +112,7 @@ class DaemonPool(Executor):
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            self._jobs.put((future, job))
+            self._jobs.put((future, functools.partial(work, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -140,8 +139,13 @@ class DaemonPool(Executor):
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job[1]()
-            del job  # with the buffers that it refers to
+            future, work = job
+            if future.set_running_or_notify_cancel():  # not cancelled
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del job, future, work  # with the buffers that they refer to
             with self._lock:
                 self._idle += 1
 
@@ -225,13 +229,3 @@ async def wait_uncancelled(future: "asyncio.Future[Any]") -> None:
             await asyncio.wait((future,))
     if not future.cancelled():
         future.exception()  # retrieved
-
-
-def _run_into(future: "Future[T]", work: Callable[[], T]) -> None:
-    """Run `work` if nobody has cancelled `future`, which gets the result or the error."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
