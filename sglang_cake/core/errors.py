@@ -1,16 +1,4 @@
-"""Every error of the package.
-
-CakeError
-├── ConfigError        a user's mistake: one line that says what to do, exit status 2
-├── PatchError         the CPU repairs do not fit the installed SGLang, exit status 2
-├── OverlapError       an overlapped last step lacks KV: compute it
-├── RunaheadError      members cannot go on with a prompt: its owner computes what is missing
-└── StoreError         a store could not do what it was asked: a reader computes the block
-    ├── BlockMissing       the store does not have the block (any more)
-    ├── BlockCorrupt       the bytes are there and wrong
-    ├── StoreUnavailable   the store did not answer
-    └── StoreFull          the store has no room for the block, now
-"""
+"""Every error of the package."""
 
 
 class CakeError(Exception):
@@ -18,15 +6,16 @@ class CakeError(Exception):
 
 
 class ConfigError(CakeError):
-    """A setting that cannot work. The message is one line and says what to do."""
+    """A user's mistake. The message is one line and says what to do; exit status 2."""
 
 
 class PatchError(CakeError):
-    """A CPU repair does not fit the installed SGLang. The message is one line."""
+    """A CPU repair does not fit the installed SGLang. The message is one line; exit status 2."""
 
 
 class OverlapError(CakeError):
-    """KV for an overlapped last step did not arrive in time. `reason` labels the metrics."""
+    """KV for an overlapped last step did not arrive in time: it is computed. `reason` labels the
+    metrics."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -34,14 +23,15 @@ class OverlapError(CakeError):
 
 
 class RunaheadError(CakeError):
-    """The members of a KV-Runahead group cannot go on with a prompt. `reason` labels the
-    metrics."""
+    """The members of a KV-Runahead group cannot go on with a prompt: its owner computes what is
+    missing. `reason` labels the metrics."""
 
     reason = "error"
 
 
 class StoreError(CakeError):
-    """A store could not do what it was asked. `reason` labels the metrics."""
+    """A store could not do what it was asked: a reader computes the block. `reason` labels the
+    metrics."""
 
     reason = "error"
 

@@ -98,11 +98,9 @@ class PrefillCost:
         prefix_flops: float = 0.0,
         graph_tokens: tuple[int, ...] = (),
     ) -> "PrefillCost":
-        """The guess before anything was measured.
-
-        A dense transformer layer takes about 24 h^2 FLOPs per token in its matrix products and 4 h
-        per pair in attention, so a pair costs 1 / (6 h) of a token for any number of layers. The
-        absolute numbers are those of an average machine; the first measured step replaces them.
+        """The guess before anything was measured: of a dense transformer, with 24 h^2 FLOPs per
+        token and layer in matrix products and 4 h per pair in attention. The absolute numbers are
+        those of an average machine; the first measured step replaces them.
 
         Args:
             prefix_flops: FLOPs of a layer in a step, per token of the prefix (MLA).

@@ -181,18 +181,8 @@ def _most_device_s(entry: QueueEntry) -> float:
 
 
 def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
-    """Whether a waiting prompt that could compute now goes before the one that is being chunked.
-    The first row that fits decides.
-
-    | running | waiting | preempted when |
-    |---|---|---|
-    | of class 2 | any | the waiting prompt is first in `order` |
-    | any other | another priority | it is first in `order`, and had yielded the device |
-    | any other | only computed | never |
-    | nearly done | any | never |
-    | other than nearly done | nearly done | its tenant's round is not later |
-    | the same | any other | it is first in `order`, and its tenant is in the same round |
-    """
+    """Whether a waiting prompt that could compute now goes before the one that is being chunked, by
+    the table of docs/scheduling.md#many-requests-and-sglangs-one."""
     running, waiting = _levelled([running, waiting])
     first = order([running, waiting])[0] == 1
     if running.waits_for_loads:
@@ -323,9 +313,8 @@ class TenantTokens:
     """Counts of prompt tokens by tenant. Not thread-safe.
 
     This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al.,
-    OSDI 2024, section 4). A tenant pays for every prompt token that is computed or loaded for it. A
-    tenant that comes back after a pause is lifted to the lowest count of the live tenants, so no
-    tenant can save up tokens. There is no clock, so all ranks of a group count alike.
+    OSDI 2024, section 4). A tenant that comes back after a pause is lifted to the lowest count of
+    the live tenants. There is no clock, so all ranks of a group count alike.
     """
 
     def __init__(self) -> None:
