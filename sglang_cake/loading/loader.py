@@ -384,8 +384,11 @@ class _PromptQueue:
     @property
     def last(self) -> int:
         """The last block that is to be read; -1: there is none. Any thread."""
-        every_tier = list(self.todo.values())  # the I/O thread may add a tier meanwhile
-        return max((block for blocks in every_tier for block in blocks[-1:]), default=-1)
+        last = -1
+        for blocks in list(self.todo.values()):  # the I/O thread may add a tier meanwhile
+            for block in blocks[-1:]:
+                last = max(last, block)
+        return last
 
     @property
     def has_next(self) -> bool:
@@ -465,8 +468,6 @@ class Loader:
         self._closed = False
         self._order: tuple[str | None, ...] = ()  # scheduler thread only
         self._may_use_all_buffers: str | None = None  # I/O thread only
-        # Prompts that took lent blocks in the present `_start_reads`; I/O thread only.
-        self._borrowers: set[_PromptQueue] = set()
         self._prior = prior
         self._least_limit_s = least_limit_s
         self._fits = LoadFits(prior, least_limit_s, depths)  # `forget_costs` replaces it
@@ -687,10 +688,6 @@ class Loader:
                 self._awaits_memory = True
             if not self._freed:
                 break
-        if self._borrowers:
-            if not all(queue.reads or queue.has_next for queue in self._borrowers):
-                self._wake()
-            self._borrowers.clear()
 
     def _start_next(self) -> bool:
         """Whether there may be another block to start."""
@@ -703,6 +700,8 @@ class Loader:
                 del each[: bisect_left(each, queue.first_loadable)]
         elif self._start(queue, blocks[-1]):
             blocks.pop()
+            if not (queue.reads or queue.has_next):  # its last block was in memory
+                self._wake()
         else:
             self._awaits_memory = True
             return False
@@ -716,9 +715,10 @@ class Loader:
             if not (tiers or queue.lent) or not queue.has_next:
                 continue
             may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
-            # End blocks stay in their buffers until the front has reached the end.
-            first_end = queue.request.block_count
-            ends = sum(len(each) - bisect_left(each, first_end) for each in queue.todo.values())
+            ends = 0
+            if queue.end_keys:  # they stay in their buffers until the front has reached the end
+                first = queue.request.block_count
+                ends = sum(len(each) - bisect_left(each, first) for each in queue.todo.values())
             left = self._staging.free - ends
             has_buffers = may_use_all_buffers or left > self._staging.capacity // 4
             blocks = self._next_in(queue, tiers) if has_buffers else None
@@ -818,7 +818,6 @@ class Loader:
             lent.buffer, lambda _: lent.release(), lambda staged: self._give_back(back, staged)
         )
         self._staged[key] = staged
-        self._borrowers.add(queue)
         self._arrived(queue, block, staged)
         now_s = queue.link.last_fetched_s[tier] = time.monotonic()
         # Such blocks wait only for their copies to the device, one after another. 0: no copy was
