@@ -35,11 +35,8 @@ _scratch = Scratch()
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """The first `tokens` rows of every plane, kept as they are: the first token of a prompt.
-
-    Models attend to the first token whatever it is: it is an attention sink (StreamingLLM, arXiv
-    2309.17453). An error there is an error of every later token. KVQuant keeps it apart (arXiv
-    2401.18079, section 3.5), and so does every codec here that loses bits.
+    """The first `tokens` rows of every plane, kept as they are: the first token of a prompt, which
+    is an attention sink (StreamingLLM, arXiv 2309.17453; KVQuant, arXiv 2401.18079, section 3.5).
 
     The rows stand in the order of the block in front of the bytes of the other steps, with zero
     bytes up to a multiple of 64. The other steps get copies of the row after them: a sink lies far

@@ -223,9 +223,6 @@ class FcfsSchedule:
     """When a server that computes all prompts, in the order of arrival, would prefill each of them.
     Slack is measured against it (docs/scheduling.md#the-order). Not thread-safe.
 
-    A prefill is predicted when the prompt comes. Later prefills become earlier when a prompt is
-    aborted, or when the tree has more of a prompt at its first step.
-
     Args: cost_s: predicted time to compute tokens `[start, stop)` of a prompt alone.
     """
 

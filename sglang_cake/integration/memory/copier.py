@@ -1,9 +1,5 @@
-"""Copies of blocks between host memory and the KV pool, in a thread of their own.
-
-The scheduler thread reserves slots and says which blocks are saved. The copier launches a copy when
-its bytes are there, in the middle of a running forward. So the memory of a block that was loaded is
-free again as soon as its copy is complete, and not at the end of the step.
-"""
+"""Copies of blocks between host memory and the KV pool, in a thread of their own, beside a running
+forward (docs/architecture.md#copies)."""
 
 import contextlib
 import logging

@@ -445,11 +445,8 @@ class CopyStreams:
 
 
 class CudaKV(DeviceKV):
-    """The same on a GPU: copies run on streams of their own beside forwards.
-
-    A block goes through device memory, in one piece or several (`pieces_of`), as a place has room:
-    one DMA between host and place, and one kernel between place and slots (`row_kernel.py`). The
-    host waits for a copy only if its buffer is not pinned.
+    """The same on a GPU: copies run on streams of their own beside forwards. The host waits for one
+    only if its buffer is not pinned.
 
     Args:
         forward_stream: as for `CopyStreams`.
