@@ -3,7 +3,7 @@ Another one is where SGLang releases memory."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
@@ -13,9 +13,12 @@ from sglang_cake.integration.boundary import register
 from sglang_cake.integration.compat import weights_are_being_pushed
 from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import LOADED, LoadedDraft, ModelSource
-from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Service
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.request.media import forget_embeddings
 from sglang_cake.integration.support_matrix import has_draft_kv
+
+if TYPE_CHECKING:
+    from sglang_cake.integration.build import CakeService
 
 _WORKER = "sglang.srt.managers.tp_worker.TpModelWorker"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -129,9 +132,10 @@ def _record_adapter(manager: Any, lora_id: str, files: Files | None) -> None:
         LOADED.on_adapter(lora_id)
 
 
-def _service(updater: Any) -> Service | None:
+def _service(updater: Any) -> "CakeService | None":
     tree = updater.scheduler.tree_cache
-    return tree.service if isinstance(tree, CakeRadixCache) else None
+    service: CakeService | None = tree.service if isinstance(tree, CakeRadixCache) else None
+    return service
 
 
 def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
@@ -154,7 +158,11 @@ def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
 
 
 def _changed(
-    service: Service, updater: Any, request: Any, files: Files | None, load_format: str | None
+    service: "CakeService",
+    updater: Any,
+    request: Any,
+    files: Files | None,
+    load_format: str | None,
 ) -> None:
     if weights_are_being_pushed(updater):  # more may come, of which no hook tells: until the end
         return

@@ -3,7 +3,7 @@
 import logging
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -27,36 +27,16 @@ from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_cake.integration.identity.content import Files
-    from sglang_cake.integration.identity.identity import Identity
     from sglang_cake.integration.memory.block_saving import BlockSaving
     from sglang_cake.integration.memory.copier import Copier
-    from sglang_cake.integration.memory.kv_pool import DeviceKV
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
     from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
-    from sglang_cake.integration.scheduler.waker import Waker
 
 logger = logging.getLogger("sglang_cake")
 
 SCARCE_WINDOWS = 1 / 8  # of their pool: if less is free or held by the tree alone, it is scarce
 CUT_SHARE = 1 / 16  # a step gives up at most so much of its tokens for end states of later steps
-
-
-class Service(Protocol):
-    """What hooks get by the tree, from `CakeService`."""
-
-    identity: "Identity"
-    waker: "Waker"
-    kv: "DeviceKV"
-
-    def attach_store(self, setting: str) -> None: ...
-    def detach_store(self) -> None: ...
-    def weights_changing(self) -> None: ...
-    def weights_changed(
-        self, files: "Files | None", load_format: str | None, version: str | None, *, idle: bool
-    ) -> None: ...
-    def pool_going(self) -> None: ...
 
 
 class CakeRadixCache(UnifiedRadixCache):
@@ -78,7 +58,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     coordinator: "Coordinator | None" = None
     saving: "BlockSaving | None" = None
-    service: Service | None = None
+    service: Any = None  # the `CakeService`, whose module imports this one
     runahead: "Runahead | None" = None
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
