@@ -82,8 +82,10 @@ class NonUniform:
         at = 0
         for part in block.parts:
             fields = self.fields(part, block.layout)
+            size = packed_bytes(fields)
+            out[at : at + size] = 0  # also between the arrays
             powers, levels, zeros, scales, kept, places, codes = packed_arrays(out, at, fields)
-            at += packed_bytes(fields)
+            at += size
             along = part.name == KEYS
             numbers = np.ascontiguousarray(_vectors(block.floats(part), along))
             lows, highs = np.empty(zeros.shape, np.float32), np.empty(zeros.shape, np.float32)
@@ -97,7 +99,6 @@ class NonUniform:
             numbers -= zero.swapaxes(1, 2)
             numbers *= inverse.swapaxes(1, 2)  # those that are not set apart lie in 0 to 1 now
             levels[:] = np.linspace(0, 1, 2**self.bits)
-            codes[:] = 0
             assign(numbers, (levels[:, 1:] + levels[:, :-1]) / 2, along, codes)
         return at
 
