@@ -399,7 +399,7 @@ def test_boundary_failure_before_the_tree_exists_switches_off() -> None:
 
 
 def test_layer_gate_raising_layer_becomes_a_runahead_error(tree: Tree) -> None:
-    gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
+    gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None), 1)
     passage: Any = SimpleNamespace(reach=_raise(_raise))
     with pytest.raises(RunaheadError), gate(passage):
         gate.wait_until(0)

@@ -90,7 +90,7 @@ class LastStepHarness:
         )
         base = self.base
         base.step_costs.overlap_share = 1 - 1 / LAYERS
-        self.gate = LayerGate(base.pool)
+        self.gate = LayerGate(base.pool, LAYERS)
         self.rows = PoolRows(base.kv)
         self.last = OverlapRunner(
             base.coordinator,

@@ -120,7 +120,9 @@ class Setup:
             for rank in range(2)
         ]
         self.helper = Helper(self.transports[HELPER], then)
-        self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
+        self.gate = LayerGate(
+            SimpleNamespace(register_layer_transfer_counter=lambda gate: None), LAYERS
+        )
         self.counters = Counters()
         self.namespace: str | None = "00"
         self.records: dict[str, Any] = {}

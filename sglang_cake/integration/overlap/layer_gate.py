@@ -207,26 +207,33 @@ class Passage(Protocol):
 
 class LayerGate:
     """A layer-transfer counter for SGLang's pool. Attention calls it when it has written K and V of
-    its own tokens of a layer, and before it reads any, as the `torch_native` backend does. One
-    forward runs at a time.
+    its own tokens of a layer, and before it reads any, once or more often, as the `torch_native`
+    backend does. One forward runs at a time.
 
     `with gate(passage):` runs a forward with that passage.
+
+    Args: layers: of the pool. A forward that does not come to all of them, in order, fails.
 
     Attributes:
         passage: the passage of the forward that runs; None: it has none.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, layers: int) -> None:
         self.consumer_index = -1  # SGLang's counters have it; it is not used here
         self.passage: Passage | None = None
+        self._layers = layers
+        self._layer = -1  # that attention has reached
         pool.register_layer_transfer_counter(self)
 
     def wait_until(self, layer: int) -> None:
         """Called by the pool. Raises: OverlapError or RunaheadError, which leave the forward. Other
         exceptions of the passage become a RunaheadError, so that they are known as cake's there."""
         passage = self.passage
-        if passage is None:
+        if passage is None or layer <= self._layer:
             return
+        if layer > self._layer + 1:
+            raise LayersSkipped(f"attention comes to layer {layer} after layer {self._layer}")
+        self._layer = layer
         try:
             self._reach(passage, layer)
         except CakeError:
@@ -241,34 +248,31 @@ class LayerGate:
     @contextmanager
     def __call__(self, passage: Passage) -> Iterator[None]:
         self.passage = passage
+        self._layer = -1
         try:
             yield
         finally:
             self.passage = None
+        if self._layer != self._layers - 1:
+            raise LayersSkipped(f"attention ended with layer {self._layer}")
 
 
 class CudaGate(LayerGate):
-    """Attention passes it before it reads KV of a layer, once or more often, and with FlashInfer
-    before it has written its own KV of that layer. That is written when it reaches the next layer.
+    """Attention passes it with FlashInfer before it has written its own KV of that layer. That is
+    written when it reaches the next layer.
 
     Its passages are those of KV-Runahead: overlapped last steps run on a CPU alone.
     """
 
     def __init__(self, pool: Any, rows: CudaRows) -> None:
         self._rows = rows
-        self._layer = -1  # that attention has reached
-        super().__init__(pool)
+        super().__init__(pool, rows.layers)
 
     def _reach(self, passage: Passage, layer: int) -> None:
-        if layer <= self._layer:
-            return
-        if layer > self._layer + 1:
-            raise LayersSkipped(f"attention comes to layer {layer} after layer {self._layer}")
         self._rows.pass_gate()
         passing = cast("KvPassing", passage)
         if layer > 0:
             self._wrote(passing, layer - 1)
-        self._layer = layer
         passing.check()
         if not passing.has(layer):
             self._rows.catch_up()
@@ -277,12 +281,9 @@ class CudaGate(LayerGate):
 
     @contextmanager
     def __call__(self, passage: Passage) -> Iterator[None]:
-        self._layer = -1
         with super().__call__(passage):
             yield
-        if self._layer != self._rows.layers - 1:  # a layer was read that may not have come
-            raise LayersSkipped(f"attention ended with layer {self._layer}")
-        self._wrote(cast("KvPassing", passage), self._layer)
+        self._wrote(cast("KvPassing", passage), self._rows.layers - 1)
 
     def _wrote(self, passing: "KvPassing", layer: int) -> None:
         self._rows.wrote(layer)
@@ -295,6 +296,7 @@ def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerG
     Args: on_device: KV is received and sent in GPU memory. No effect on a CPU.
     """
     if kv.device.type == "cpu":
-        return PoolRows(kv), LayerGate(pool)
+        plain = PoolRows(kv)
+        return plain, LayerGate(pool, plain.layers)
     rows = CudaRows(kv, on_device=on_device)
     return rows, CudaGate(pool, rows)

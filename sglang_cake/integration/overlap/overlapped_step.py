@@ -98,17 +98,12 @@ class StreamedBlocks:
         self._rows = rows
         self._until_s = until_s
         self._layer_bytes = rows.token_bytes * block_tokens
-        self._written = 0  # layers
         self.pieces = pieces
         self.waited_s = 0.0
 
     def reach(self, layer: int) -> None:
         """Return when the layer is in its slots. At the last layer, every byte has passed its check
         then, so that nothing is sampled from unchecked bytes. Raises: OverlapError."""
-        if layer < self._written:
-            return
-        if layer > self._written:
-            raise OverlapError(f"attention skipped layer {self._written}", LAYERS)
         began_s = time.monotonic()
         for piece in self.pieces:
             if not self._arrived(piece.block_read, layer):
@@ -117,12 +112,6 @@ class StreamedBlocks:
                 raise OverlapError(f"block {piece.block} {what}", "late" if late else "lost")
         self.waited_s += time.monotonic() - began_s
         self._write(self.pieces, layer)
-        self._written += 1
-
-    def finish(self) -> None:
-        """The forward has run. Raises: OverlapError if it used bytes that were not checked."""
-        if self._written != self._rows.layers:
-            raise OverlapError(f"attention ended before layer {self._written}", LAYERS)
 
     def write_whole(self, pieces: Sequence[StreamedBlock]) -> None:
         """Copy all layers of pieces whose reads have ended well, again if need be."""
@@ -290,7 +279,6 @@ class OverlapRunner:
             self._rows.begin()
             with self._gate(streamed):
                 result = original(worker, batch, **kwargs)
-            streamed.finish()
             return result, streamed, {piece.block for piece in pieces}
         except (OverlapError, RunaheadError) as error:
             self._failed(req, error)
