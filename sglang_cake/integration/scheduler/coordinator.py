@@ -553,19 +553,17 @@ class Coordinator:
                     self._device_slots.drop(record, block, "memory")
                 continue
             end = None
-            end_blocks = record.meet.end_indices
-            if memory is not None and end_blocks:
-                end = memory.allocate_end(req, span)
-                if end is None or not self._load_end(record, memory, end):
-                    self._device_slots.drop(record, end_blocks.start, "memory")
-                    continue
-            try:
+            with contextlib.ExitStack() as failed:
+                if memory is not None and (end_blocks := record.meet.end_indices):
+                    end = memory.allocate_end(req, span)
+                    if end is not None:
+                        failed.callback(memory.free_end, req, end)
+                    if end is None or not self._device_slots.load_end(record, end_blocks, end):
+                        self._device_slots.drop(record, end_blocks.start, "memory")
+                        continue
                 self._attached(record, span)
                 slots = self._device_slots.take_slots(record, span)
-            except BaseException:
-                if memory is not None and end is not None:
-                    memory.free_end(req, end)
-                raise
+                failed.pop_all()
             attach(req, slots, span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record)  # the tree may have matched more by now
@@ -1254,16 +1252,6 @@ class Coordinator:
     def _work_without_keys(self, rid: str) -> StepWork:
         prompt = self._without_keys.get(rid)
         return StepWork() if prompt is None else work_of(*prompt.rest)
-
-    def _load_end(self, record: PromptRecord, memory: EndMemory, end: EndSlots) -> bool:
-        """Whether the end state that has landed is copied, or will be."""
-        loaded = False
-        try:
-            loaded = self._device_slots.load_end(record, record.meet.end_indices, end)
-        finally:
-            if not loaded:
-                memory.free_end(record.req, end)
-        return loaded
 
     def _advance(self, record: PromptRecord) -> None:
         stats = record.stats
