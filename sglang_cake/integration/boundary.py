@@ -186,37 +186,27 @@ def register(
     """
     name = ".".join(function.split(".")[-2:])
 
-    def failed(error: Exception, args: tuple[Any, ...]) -> None:
-        BOUNDARY.failed(name, error, rid=_rid(args), unsafe=unsafe)
-
     @functools.wraps(hook)
-    def before_or_after(*args: Any, **kwargs: Any) -> Any:
+    def guarded_hook(*args: Any, **kwargs: Any) -> Any:
+        original: OriginalFunction | None = None
+        if kind is HookType.AROUND:
+            original = OriginalFunction(args[0])
+            args = (original, *args[1:])
         BOUNDARY.unsafe_hook_called |= unsafe
         try:
             return hook(*args, **kwargs)
         except passes:
             raise
         except Exception as error:
-            failed(error, args)
-            return None  # SGLang's registry keeps the previous arguments or result
-
-    @functools.wraps(hook)
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        recorded = OriginalFunction(original)
-        BOUNDARY.unsafe_hook_called |= unsafe
-        try:
-            return hook(recorded, *args, **kwargs)
-        except passes:
-            raise
-        except Exception as error:
-            if recorded.error is error:
+            if original is not None and original.error is error:
                 raise
-            failed(error, args)
-        if recorded.error is not None:
-            raise recorded.error
-        return recorded.result if recorded.called else original(*args, **kwargs)
+            BOUNDARY.failed(name, error, rid=_rid(args), unsafe=unsafe)
+        if original is None:
+            return None  # SGLang's registry keeps the previous arguments or result
+        if original.error is not None:
+            raise original.error
+        return original.result if original.called else original(*args[1:], **kwargs)
 
-    guarded_hook = around if kind is HookType.AROUND else before_or_after
     BOUNDARY.hooks[name].append(guarded_hook)
     HookRegistry.register(function, guarded_hook, kind)
 
