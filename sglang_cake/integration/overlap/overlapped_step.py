@@ -134,9 +134,8 @@ class StreamedBlocks:
 class OverlapRunner:
     """Runs overlapped last steps, one at a time. The scheduler thread owns it.
 
-    A step goes through `begin`, then `confirm` (it is scheduled) or `give_up` (it is not), then
-    `forward`, or `abandon` if it is taken out of the step again.
-
+    A step goes through `begin`, `confirm` (it is scheduled) and `forward`. Before the forward,
+    `give_up` ends it.
     """
 
     def __init__(
@@ -210,8 +209,14 @@ class OverlapRunner:
         return step.slots
 
     def give_up(self, req: "Req") -> None:
-        """The step is not scheduled."""
-        self._take_back(self._begun(req))
+        """The step is not scheduled, or not any more."""
+        step = self.step_of(req)
+        if step is not None and step.slots is not None:
+            self._device_slots.free(step.slots)
+            self._step = None
+            self.due = None
+        elif step is not None:
+            self._take_back(step)
 
     def leave(self, rid: str) -> bool:
         """The request is computed without cake. False: not yet, its step is scheduled."""
@@ -221,15 +226,6 @@ class OverlapRunner:
         if step is not None and step.record.rid == rid and self.step_of(step.record.req):
             self._take_back(step)
         return True
-
-    def abandon(self, req: "Req") -> None:
-        """The step was scheduled, and is not any more: free its slots."""
-        step = self.step_of(req)
-        if self.due is req and step is not None:
-            assert step.slots is not None
-            self._device_slots.free(step.slots)
-            self._step = None
-            self.due = None
 
     # ---- the forward ----
 

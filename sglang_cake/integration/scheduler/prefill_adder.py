@@ -531,26 +531,21 @@ class CakePrefillAdder(PrefillAdder):
     def _undo_overlap(self, req: "Req") -> None:
         """The overlapped step does not begin. If SGLang had admitted it, cake has failed: the
         request is taken out of the step, and computed without cake from the next one on."""
-        if req not in self.can_run_list:
-            self._give_up_overlap(req)
-            return
-        self.can_run_list.remove(req)
+        tree, coordinator = self._cake()
+        admitted = req in self.can_run_list
+        if admitted:
+            self.can_run_list.remove(req)
         if self.new_chunked_req is req:
             self.new_chunked_req = None
-        tree, coordinator = self._cake()
         try:
             if tree.overlap_runner is not None and coordinator is not None:
-                tree.overlap_runner.abandon(req)
-                coordinator.release(req.rid)
+                tree.overlap_runner.give_up(req)
+                if admitted:
+                    coordinator.release(req.rid)
         except Exception as error:
-            BOUNDARY.failed(_WAITING, error, unsafe=True)
-        tree.let_go()
-
-    @guarded(_WAITING)
-    def _give_up_overlap(self, req: "Req") -> None:
-        runner = self._cake()[0].overlap_runner
-        if runner is not None:
-            runner.give_up(req)
+            BOUNDARY.failed(_WAITING, error, rid=req.rid, unsafe=admitted)
+        if admitted:
+            tree.let_go()
 
     # ---- after SGLang's own method ----
 
