@@ -13,30 +13,15 @@ if TYPE_CHECKING:
 
 
 def cut_batch(batch: Any, start: int, stop: int) -> Any:
-    """A batch of one request that computes tokens `[start, stop)` of those that `batch` computes.
-
-    Slots, sampling and all else are shared with `batch`. A part that ends before `batch` returns no
-    logprobs.
-    """
+    """A batch of one request that computes tokens `[start, stop)` of those of `batch`."""
     (first,), (tokens,) = batch.prefix_lens, batch.extend_lens
     assert first <= start < stop <= first + tokens
-    part = copy.copy(batch)
     cut = slice(start - first, stop - first)
-    part.input_ids = batch.input_ids[cut]
-    part.out_cache_loc = batch.out_cache_loc[cut]
-    part.prefix_lens = [start]
-    part.extend_lens = [stop - start]
-    part.extend_num_tokens = stop - start
+    part = _part(batch, Span(start, stop), batch.input_ids[cut], batch.out_cache_loc[cut])
     if batch.extend_logprob_start_lens is not None:
         part.extend_logprob_start_lens = [
             max(0, batch.extend_logprob_start_lens[0] - (start - first))
         ]
-    if stop < first + tokens:
-        part.seq_lens = torch.full_like(batch.seq_lens, stop)
-        part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, stop)
-        part.seq_lens_sum = stop
-        part.return_logprob = False
-        part.extend_input_logprob_token_ids = None
     return part
 
 
@@ -47,19 +32,28 @@ def preceding_batch(batch: Any, tokens: "array[int]", slots: torch.Tensor, span:
         tokens: token ids of the span.
         slots: slots of these tokens.
     """
+    inputs = torch.tensor(tokens, dtype=batch.input_ids.dtype).to(batch.input_ids.device)
+    part = _part(batch, span, inputs, slots.to(batch.out_cache_loc.dtype))
+    if batch.extend_logprob_start_lens is not None:
+        part.extend_logprob_start_lens = [0]
+    return part
+
+
+def _part(batch: Any, span: Span, input_ids: torch.Tensor, slots: torch.Tensor) -> Any:
+    """A batch that computes `span`, and shares sampling and all else with `batch`. If it ends
+    before `batch`, it returns no logprobs."""
     part = copy.copy(batch)
-    inputs = torch.tensor(tokens, dtype=batch.input_ids.dtype)
-    part.input_ids = inputs.to(batch.input_ids.device)
-    part.out_cache_loc = slots.to(batch.out_cache_loc.dtype)
+    part.input_ids = input_ids
+    part.out_cache_loc = slots
     part.prefix_lens = [span.start]
     part.extend_lens = [span.tokens]
     part.extend_num_tokens = span.tokens
-    part.seq_lens = torch.full_like(batch.seq_lens, span.stop)
-    part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, span.stop)
-    part.seq_lens_sum = span.stop
-    part.return_logprob = False
-    part.extend_logprob_start_lens = [0] if batch.extend_logprob_start_lens is not None else None
-    part.extend_input_logprob_token_ids = None
+    if span.stop < batch.prefix_lens[0] + batch.extend_lens[0]:
+        part.seq_lens = torch.full_like(batch.seq_lens, span.stop)
+        part.seq_lens_cpu = torch.full_like(batch.seq_lens_cpu, span.stop)
+        part.seq_lens_sum = span.stop
+        part.return_logprob = False
+        part.extend_input_logprob_token_ids = None
     return part
 
 
