@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
     def announce(url: str) -> None:
         print(f"sglang-cake: {args.root} is served at {url}", flush=True)
-        print(f"sglang-cake: clients need a token of {token_file}", flush=True)
+        named = f"{url}?token_file={quote(str(token_file.absolute()))}"
+        print(f'sglang-cake: clients: --cake-store "{named}", with a copy of that file', flush=True)
 
     serve(settings, announce)
     print("sglang-cake: stopped", file=sys.stderr)

@@ -190,7 +190,8 @@ class StoreServer(web.Server):
         authorization = request.headers.get("Authorization")
         tokens = self._credentials.tokens
         if not tokens.may_read(authorization):
-            raise RefusedRequest(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
+            why = "no token, or not one of this server's"
+            raise RefusedRequest(401, why, {"WWW-Authenticate": "Bearer"})
         self._places.change(request.protocol, ConnectionState.BUSY)
         if request.method in WRITING and not tokens.may_write(authorization):
             raise RefusedRequest(403, "this token may only read")

@@ -31,6 +31,7 @@ from sglang_cake.core.errors import (
     one_line,
 )
 from sglang_cake.core.keys import BlockKey, digest_of, read_fields
+from sglang_cake.core.threads import IoThread
 from sglang_cake.stores.base import (
     BlockInfo,
     EvictionCounts,
@@ -40,7 +41,7 @@ from sglang_cake.stores.base import (
     StoreLayer,
     StoreStats,
 )
-from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
+from sglang_cake.stores.circuit_breaker import Circuit, RemoteError, TimeoutLimits
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
@@ -57,6 +58,7 @@ from sglang_cake.stores.url import StoreUrl, absolute_path
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+CHECK_S = 8.0  # limit for the check at start
 HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
 HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
 LIST_MEMORY_BYTES = 16 << 20  # a longer list is kept on a disk
@@ -415,11 +417,22 @@ class HttpSource:
     reads_count: bool = True  # whether the server counts a GET as a use of the block
 
     def check(self) -> None:
-        """Check that the files can be read, but not that the server runs: it may start later.
+        """Check that the files can be read, and that the server, if it answers, takes the token.
+
+        A server that does not answer is not reported: it may start later.
 
         Raises: ConfigError.
         """
         self.locate()
+        io = IoThread()  # this thread may run an event loop
+        try:
+            io.run(self._ask(), CHECK_S)
+        except RemoteError as error:
+            raise ConfigError(f"{self.base}: {error}") from None
+        except (aiohttp.ClientError, OSError):  # includes TimeoutError
+            pass
+        finally:
+            io.close()
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         return HttpStore(self.locate, frame, depth=depth)
@@ -455,6 +468,16 @@ class HttpSource:
                     raise StoreUnavailable(f"a list of more than {MAX_NAMESPACES_BYTES} bytes")
         except StoreUnavailable as error:
             raise StoreUnavailable(f"cannot list namespaces: {error}") from error
+        finally:
+            await transport.close()
+
+    async def _ask(self) -> None:
+        """Raises: RemoteError if the token is refused; aiohttp.ClientError, OSError."""
+        transport = HttpTransport(self.locate, TimeoutLimits())
+        try:
+            async with transport.request("GET", protocol.STATS, None) as response:
+                if response.status == 401:
+                    await refuse(response)
         finally:
             await transport.close()
 

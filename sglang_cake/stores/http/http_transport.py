@@ -382,6 +382,8 @@ async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
     redirected = 300 <= status < 400
     why = "a redirect, which is not followed" if redirected else why
     message = f"{response.method} was answered {status}: {why or text}"
+    if status == 401:
+        message += "; name a file with one by ?token_file=/path in the URL"
     after_s = _retry_after_s(response)
     if status == 507:
         raise StoreFull(message)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +82,46 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
 
 def opened_url(url):
     return closing(parse_sources(url)[0].open(FRAME, depth=2))
+
+
+def test_http_source_check_of_a_refused_token_says_what_to_set(tmp_path, home):
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "readers").mkdir()
+    good, wrong = write_token(tmp_path), write_token(tmp_path / "wrong", OTHER)
+    readers = write_token(tmp_path / "readers", READING)
+    with OurServer(
+        *(tmp_path / "root", "--token-file", good, "--read-token-file", readers)
+    ) as server:
+        for url in (server.base, f"{server.base}?token_file={wrong}"):
+            with pytest.raises(ConfigError) as error:
+                parse_sources(url)[0].check()
+            said = str(error.value)
+            assert said.startswith(f"{server.base}: GET was answered 401: no token, or not one of")
+            assert said.endswith("; name a file with one by ?token_file=/path in the URL")
+        for token_file in (good, readers):
+            parse_sources(f"{server.base}?token_file={token_file}")[0].check()
+
+
+async def test_http_source_check_within_a_running_loop_refuses_too(tmp_path, home):
+    with (
+        OurServer(tmp_path / "root", "--token-file", write_token(tmp_path)) as server,
+        pytest.raises(ConfigError, match="401"),
+    ):
+        parse_sources(server.base)[0].check()
+
+
+def test_http_source_check_of_a_silent_server_passes(monkeypatch):
+    monkeypatch.setattr("sglang_cake.stores.http.http_store.CHECK_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        parse_sources(f"http://127.0.0.1:{silent.getsockname()[1]}")[0].check()
+
+
+def test_store_serve_prints_a_url_that_clients_can_use(tmp_path, home):
+    with OurServer(tmp_path / "root", "--token-file", write_token(tmp_path)) as server:
+        line = server.prints.readline()
+        (url,) = re.findall('--cake-store "([^"]*)"', line)
+        assert url.startswith(server.base)
+        parse_sources(url)[0].check()
 
 
 async def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):

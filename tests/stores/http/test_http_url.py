@@ -55,12 +55,12 @@ def test_store_url_invalid_text_is_one_config_error_line(url, word):
     assert "\n" not in str(error.value)
 
 
-def test_http_source_check_reads_files_without_a_connection(tmp_path):
-    (source,) = parse_sources("http://host.invalid:1")
+def test_http_source_check_reads_files_without_a_server(tmp_path):
+    (source,) = parse_sources("http://127.0.0.1:1")
     source.check()
     cert, _ = make_certificate(tmp_path)
     token = write_token(tmp_path)
-    (source,) = parse_sources(f"https://host.invalid:1?ca={cert}&token_file={token}")
+    (source,) = parse_sources(f"https://127.0.0.1:1?ca={cert}&token_file={token}")
     source.check()
     (tmp_path / "none.pem").write_text("no certificate")
     for option, word in {
@@ -68,7 +68,7 @@ def test_http_source_check_reads_files_without_a_connection(tmp_path):
         f"ca={tmp_path}/absent": "ca file",
         f"token_file={tmp_path}/absent": "token file",
     }.items():
-        (source,) = parse_sources(f"https://host.invalid:1?{option}")
+        (source,) = parse_sources(f"https://127.0.0.1:1?{option}")
         with pytest.raises(ConfigError, match=word):
             source.check()
 
