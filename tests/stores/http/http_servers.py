@@ -266,21 +266,25 @@ http {{
     client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
     fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi;
     scgi_temp_path {folder}/scgi;
-    client_max_body_size 64m;
+    {servers}
+}}
+"""
+NGINX_SERVER = """
     server {{
         listen 127.0.0.1:{port};
+        client_max_body_size 64m;
         root {root};
         location / {{ dav_methods PUT DELETE; create_full_put_path on; }}
         {more}
     }}
-}}
 """
 
 
 class Nginx:
-    """nginx with WebDAV over a folder; and, at /kv/, before another server if there is one."""
+    """nginx with WebDAV over a folder; and, at /kv/, before another server if there is one. Or with
+    the configuration `servers(port)`."""
 
-    def __init__(self, folder, root, before=None):
+    def __init__(self, folder, root, before=None, servers=None):
         program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
         if program is None:
             pytest.skip("nginx is not installed: apt-get install nginx-light")
@@ -289,7 +293,9 @@ class Nginx:
         self.base = f"http://127.0.0.1:{self.port}"
         config = folder / "nginx.conf"
         more = f"location /kv/ {{ proxy_pass {before}/; }}" if before else ""
-        config.write_text(NGINX.format(folder=folder, root=root, port=self.port, more=more))
+        own = NGINX_SERVER.format(root=root, port=self.port, more=more)
+        text = servers(self.port) if servers else own
+        config.write_text(NGINX.format(folder=folder, servers=text))
         self.process = subprocess.Popen([program, "-p", str(folder), "-c", str(config)])
         STARTED.append(self)
         until(lambda: connects(self.port), "nginx listens")
