@@ -86,12 +86,6 @@ def add_machine_args(parser: Any) -> None:
         help="compression ratio of the stored KV over BF16, recurrent states apart (default 1)",
     )
     parser.add_argument(
-        "--early-last-step",
-        action="store_true",
-        help="start the last step while the last block is loading, as a server does with "
-        "FlashInfer and without prefill CUDA graphs",
-    )
-    parser.add_argument(
         "--overlap",
         action="store_true",
         help="plan each step while the one before runs, as SGLang's overlap scheduler does on a "
@@ -119,11 +113,14 @@ class ServerSpec:
     block_tokens: int
 
 
-def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
+def parse_server(
+    args: argparse.Namespace, slower: float = 1.0, *, early_last_step: bool = False
+) -> ServerSpec:
     """The server that the arguments of `add_machine_args` describe.
 
     Args:
         slower: factor on the predicted compute time.
+        early_last_step: it begins the last step while the last block is being loaded.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -135,9 +132,9 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
     _check_range("--block-tokens", args.block_tokens, 1, 65536)
     _check_range("--utilisation", args.utilisation, 0.01, 1)
     _check_range("--smaller", args.smaller, 0.1, 100)
-    if args.early_last_step and (args.gpus > 1 or args.smaller != 1):
+    if early_last_step and (args.gpus > 1 or args.smaller != 1):
         raise ConfigError("--early-last-step: needs --gpus 1 and no --smaller, as a server does")
-    if args.early_last_step and args.overlap:
+    if early_last_step and args.overlap:
         raise ConfigError("--early-last-step: not with --overlap, which plans too early for it")
     shape = find_shape(args.model)
     gpu = find_gpu(args.gpu)
@@ -158,7 +155,7 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
         loads[0],
         others=(lambda step: other_tokens) if other_tokens else None,
         further=tuple(StoreLink(load) for load in loads[1:]),
-        layers=shape.layers if args.early_last_step else 1,
+        layers=shape.layers if early_last_step else 1,
         plan_s=PLAN_S if args.overlap else None,
         end_blocks=shape.end_blocks(args.gpus, args.block_tokens, smaller=args.smaller),
     )

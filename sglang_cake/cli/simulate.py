@@ -55,6 +55,11 @@ def add_parser(subparsers: Any) -> None:
         help="share of each stored prompt that the store has, from its start (default 1)",
     )
     parser.add_argument(
+        "--early-last-step",
+        action="store_true",
+        help="begin the last step while the last block is being loaded; no server on a GPU does",
+    )
+    parser.add_argument(
         "--fluctuate",
         type=int,
         metavar="SEED",
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument is invalid, or the plot cannot be written.
     """
-    server = parse_server(args)
+    server = parse_server(args, early_last_step=args.early_last_step)
     if server.shape.unmodelled is not None:
         raise ConfigError(f"--model {args.model}: {server.shape.unmodelled}")
     if (unshared := server.shape.unshared(args.gpus)) is not None:

@@ -285,3 +285,12 @@ def test_command_other_broken_pipe_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(json, "dumps", broken)
     with pytest.raises(BrokenPipeError):
         main(["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme", "--json"])
+
+
+def test_plan_early_last_step_is_no_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    """No server on a GPU begins the last step early: the gain could turn *unsure* into *yes*."""
+    args = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"]
+    with pytest.raises(SystemExit) as wrong:
+        main([*args, "--early-last-step"])
+    assert wrong.value.code == 2
+    assert "--early-last-step" in capsys.readouterr().err
