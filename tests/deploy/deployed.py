@@ -8,6 +8,7 @@ import subprocess
 from configparser import RawConfigParser
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -64,6 +65,11 @@ def unit(path: Path) -> dict[str, dict[str, str]]:
     return {name: dict(parser[name]) for name in parser.sections()}
 
 
+def unit_variables(text: str) -> dict[str, str]:
+    """Of the `Environment=` lines of a unit, or of a drop-in; of several values, the last one."""
+    return dict(re.findall(r"^ *Environment=(\w+)=(.*)$", text, flags=re.MULTILINE))
+
+
 def stages() -> dict[str, list[tuple[str, str]]]:
     """The instructions of each stage of the Containerfile."""
     text = re.sub(r"^#.*\n", "", CONTAINERFILE.read_text(), flags=re.MULTILINE)
@@ -110,8 +116,8 @@ def programs(folder: Path) -> list[Program]:
         found.append(Program("compose", image + compose()["services"][name]["command"], {}))
         found.append(Program("kubernetes", image + container(name)["args"], {}))
     for path in UNITS:
-        line = unit(path)["Service"]["ExecStart"].replace("${MODEL}", MODEL)
-        assert "$" not in line
+        variables = unit_variables(path.read_text()) | {"MODEL": MODEL}
+        line = Template(unit(path)["Service"]["ExecStart"]).substitute(variables)
         found.append(Program(path.name, shlex.split(line)[1:], {}))
     return found
 

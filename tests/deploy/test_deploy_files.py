@@ -28,6 +28,7 @@ from deployed import (
     manifests,
     stages,
     unit,
+    unit_variables,
 )
 
 from sglang_cake.stores.url import parse_size
@@ -233,6 +234,26 @@ def test_systemd_server_unit_names_no_setting_that_hides_the_gpu() -> None:
     assert not hiding & service.keys()
 
 
+def test_systemd_server_unit_with_the_drop_in_of_the_page_has_the_other_store(
+    installed: Path,
+) -> None:
+    """A drop-in cannot add a second ExecStart=. The folder of the unit is absent there."""
+    (drop_in,) = re.findall(r"```ini\n(.*?)```", PAGE, flags=re.DOTALL)
+    path = installed / "cake-server.service"
+    service = unit(path)["Service"]
+    given = unit_variables(drop_in)
+    assert given.keys() <= unit_variables(path.read_text()).keys()
+    assert "--model-path ${MODEL}" in service["ExecStart"]
+    assert service["ExecStart"].endswith("--cake-store ${STORE}")
+    assert given["STORE"].startswith("http://kv-host:8700?token_file=/")
+    assert service["ReadWritePaths"].startswith("-")
+    folder = installed / "cake-server.service.d"
+    folder.mkdir()
+    (folder / "override.conf").write_text(drop_in)
+    done = tool("systemd-analyze", "verify", "--man=no", path)
+    assert not done.stderr
+
+
 def test_systemd_store_unit_has_memory_for_the_order_of_eviction() -> None:
     """Of blocks of 1 MiB, as many as its disk holds, and for its workers."""
     service = unit(DEPLOY / "systemd/cake-store.service")["Service"]
@@ -295,7 +316,7 @@ def test_deployment_page_makes_every_folder_of_compose() -> None:
 def test_deployment_page_has_paths_of_the_units() -> None:
     for path in UNITS:
         service = unit(path)["Service"]
-        assert service["ReadWritePaths"] in PAGE
+        assert service["ReadWritePaths"].removeprefix("-") in PAGE
         assert path.name in PAGE
         for file in re.findall(r"-file (\S+)", service["ExecStart"]):
             assert file in PAGE
