@@ -105,3 +105,15 @@ def test_cached_tokens_openai_endpoints_report_loads_as_storage(
     loaded = warm["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert loaded >= 9 * BLOCK
     assert warm["sglext"]["cached_tokens_details"] == details(0, loaded)
+
+
+def test_cached_tokens_chat_has_the_whole_meta_info_if_asked(loading: Live, prompt: Make) -> None:
+    text = "".join(chr(ord("a") + token % 26) for token in prompt(10 * BLOCK))
+    body = {"model": "default", "max_tokens": 3, "messages": [{"role": "user", "content": text}]}
+    reply = loading.post("/v1/chat/completions", **body, return_meta_info=True)
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    assert choice["meta_info"]["cake"]["computed_tokens"] > 0
+    plain = loading.post("/v1/chat/completions", **body).json()
+    assert "meta_info" not in plain["choices"][0]
+    assert "sglext" not in plain
