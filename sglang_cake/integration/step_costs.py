@@ -4,6 +4,9 @@
 On a CPU a step is over when the next one is planned. On a GPU with SGLang's overlap scheduler, a
 step is planned and launched while the one before runs. Then a `StepTimer` (CUDA events around the
 forward) measures each step, and a plan is made for the moment at which the device will be free.
+
+With `--prefill-decode-interval`, decode steps follow each step that prefills. The time between two
+polls is that of a decode step if only such steps run.
 """
 
 import time
@@ -41,6 +44,9 @@ from sglang_cake.loading.planner import (
     should_load,
     with_loads,
 )
+
+# Weight of the newest decode step in the time of one.
+_NEWEST_ROUND = 0.1
 
 
 class StepTimer(Protocol):
@@ -118,6 +124,9 @@ class StepCosts:
         self._work = StepWork()  # of the step being scheduled or under way
         self._launched: deque[_LaunchedStep] = deque()  # a few: polls take out those that are over
         self._decodes = 0  # requests that decode in steps that prefill
+        self._rounds = 0  # decode steps after each step that prefills
+        self._round_s = 0.0  # of a decode step; 0: none was measured
+        self._decoded_s: float | None = None  # time of the last poll, if the step before it decoded
         self._agreed = SharedCosts(prior, 0.0, ())
         self._least_stall_s = 0.0  # no loads stall before that
         self.overlap_share = 0.0
@@ -160,6 +169,7 @@ class StepCosts:
             loader.tier_costs,
             loader.tier_silence_s,
             loader.measured_tiers,
+            self._round_s,
         )
 
     def agree(self, shared: SharedCosts) -> None:
@@ -189,10 +199,12 @@ class StepCosts:
         """Predicted time until the step being scheduled is over, as the ranks agreed."""
         return self._agreed.busy_s + self.agreed.work_s(self._work)
 
-    def scheduling(self, *, decodes: int) -> None:
-        """A step is being scheduled, in which `decodes` requests decode."""
+    def scheduling(self, *, decodes: int, rounds: int = 0) -> None:
+        """A step is being scheduled, in which `decodes` requests decode. If it prefills, `rounds`
+        decode steps follow before another step may."""
         self._work = StepWork(decodes=decodes)
         self._decodes = decodes
+        self._rounds = rounds
 
     def claimed(self, start: int, stop: int) -> None:
         """The step being scheduled prefills `[start, stop)` of a request."""
@@ -211,6 +223,16 @@ class StepCosts:
     def step_launched(self, timer: StepTimer) -> None:
         """The forward of the step being scheduled was launched, on a device that runs it later."""
         self._launched.append(_LaunchedStep(self._work, timer, time.monotonic()))
+
+    def ran(self, *, decode: bool) -> None:
+        """The next poll is about to begin. Args: decode: the step before it only decodes."""
+        now_s = time.monotonic()
+        if decode and self._decoded_s is not None:
+            took_s = now_s - self._decoded_s
+            known_s = self._round_s or took_s
+            newest_s = min(took_s, 2 * known_s)  # SGLang may have paused
+            self._round_s = known_s + _NEWEST_ROUND * (newest_s - known_s)
+        self._decoded_s = now_s if decode else None
 
     def polled(self) -> None:
         """The next step is about to be scheduled. Measure the steps that are over."""
@@ -231,12 +253,16 @@ class StepCosts:
     def costs(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request's next part in the step being scheduled, which begins when
         the device is free."""
-        return self.costs_when_free(record).beside(self._work)
+        return self._from_now(record).beside(self._work, self.pause_s)
 
     def costs_when_free(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request that has the device to itself after the running step."""
-        alone = self.costs_alone(record)
-        return replace(alone, backlog_s=self._agreed.busy_s, pipelined=self.pipelined)
+        return self._from_now(record).beside(StepWork(), self.pause_s)
+
+    @property
+    def pause_s(self) -> float:
+        """Predicted time between a step that prefills and the next one that may."""
+        return self._rounds * self._agreed.round_s
 
     def decision_at_arrival(
         self, record: PromptRecord, config: CakeConfig, ahead: StepWork
@@ -311,6 +337,7 @@ class StepCosts:
             work=self._work,
             cost=self.agreed,
             backlog_s=self._agreed.busy_s,
+            pause_s=self.pause_s,
         )
 
     def queue_s(self, work: StepWork) -> float:
@@ -326,11 +353,15 @@ class StepCosts:
             progress=record.progress,
         )
 
+    def _from_now(self, record: PromptRecord) -> PromptCosts:
+        alone = self.costs_alone(record)
+        return replace(alone, backlog_s=self._agreed.busy_s, pipelined=self.pipelined)
+
     def _waiting(self, record: PromptRecord, ahead: StepWork, busy_s: float) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
         alone = replace(self.costs_alone(record), pipelined=self.pipelined)
-        costs = alone.beside(StepWork(decodes=self._decodes))
+        costs = alone.beside(StepWork(decodes=self._decodes), self.pause_s)
         queue_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         return replace(costs, backlog_s=busy_s + queue_s)
 

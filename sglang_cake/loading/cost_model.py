@@ -344,6 +344,9 @@ class PromptCosts:
         pipelined: a step is planned while the step before it runs, so no step begins at once.
         overlap_share: the share of a prompt's last step that may run before its loads are over: the
             share of all layers but the first (docs/theory.md).
+        pause_s: time of the decode steps that follow each step of the prompt, before another step
+            prefills (`--prefill-decode-interval`). `prefill` has it in its fixed cost, and
+            `others_s` has it, too.
     """
 
     prefill: PrefillCost
@@ -355,11 +358,18 @@ class PromptCosts:
     backlog_s: float = 0.0
     pipelined: bool = False
     overlap_share: float = 0.0
+    pause_s: float = 0.0
 
-    def beside(self, others: StepWork) -> "PromptCosts":
-        """The costs of a prompt in steps that do `others` as well."""
+    def beside(self, others: StepWork, pause_s: float = 0.0) -> "PromptCosts":
+        """The costs of a prompt in steps that do `others` as well, each before a pause."""
         others_s = self.prefill.work_s(others) if others != StepWork() else 0.0
-        return replace(self, prefill=self.prefill.beside(others), others_s=others_s)
+        prefill = self.prefill.beside(others)
+        return replace(
+            self,
+            prefill=replace(prefill, fixed_s=prefill.fixed_s + pause_s),
+            others_s=others_s + (pause_s if others.tokens else 0.0),
+            pause_s=pause_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

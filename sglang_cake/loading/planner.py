@@ -221,7 +221,7 @@ def look_ahead(
         if meet_token == view.front:
             wait_s = float(loads.landing_s()[0])
     return Outlook(
-        compute_s=costs.backlog_s + _rest_s(view, chunk_tokens, costs.prefill),
+        compute_s=costs.backlog_s + _rest_s(view, chunk_tokens, costs),
         load_s=plans[0][0](0),
         both_s=took_s[number],
         meet_token=meet_token,
@@ -495,12 +495,13 @@ def patience_s(
     view: View, *, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
 ) -> float:
     """How long a prompt may still wait for loads instead of computing: until it is one step later
-    than if it had computed everything since it first relied on loads."""
+    than if it had computed everything since it first relied on loads. The pause after that step
+    does not count."""
     total, cost = view.prompt_tokens, costs.prefill
     start = view.front if progress.relied_from is None else progress.relied_from
     latest_s = cost.span_s(start, total, chunk_tokens) - progress.relied_s
-    latest_s += cost.step_s(view.front, min(view.front + chunk_tokens, total))
-    return latest_s - _rest_s(view, chunk_tokens, cost)
+    latest_s += cost.step_s(view.front, min(view.front + chunk_tokens, total)) - costs.pause_s
+    return latest_s - _rest_s(view, chunk_tokens, costs)
 
 
 def island_start(view: View) -> int:
@@ -591,6 +592,7 @@ def passing_tokens(
     work: StepWork,
     cost: PrefillCost,
     backlog_s: float,
+    pause_s: float = 0.0,
 ) -> int | None:
     """How many tokens a prompt computes in a step in which it passes earlier prompts, which wait
     for their loads or have their last step. 0: it has no part in the step. None: there is no limit.
@@ -612,10 +614,11 @@ def passing_tokens(
         waiting: how many prompts wait beside the one that gains.
         work: the work of the prompts before it in the step.
         backlog_s: the time until the step begins.
+        pause_s: the time after the step in which none prefills, as in `PromptCosts`.
     """
 
     def end_s(tokens: int) -> float:
-        return backlog_s + cost.work_s(work + work_of(rest.start, rest.start + tokens))
+        return backlog_s + pause_s + cost.work_s(work + work_of(rest.start, rest.start + tokens))
 
     whole = min(chunk_tokens, rest.tokens)
     tokens = whole
@@ -695,24 +698,30 @@ class _ToCompute:
         return self._sums_s[count]
 
 
-def _rest_s(view: View, chunk_tokens: int, cost: PrefillCost) -> float:
-    """The time to compute what is right of the front and has not landed."""
-    computed = _ToCompute(view, _attachable(view), chunk_tokens, cost)
-    return computed.span_s(view.front, view.prompt_tokens)
+def _rest_s(view: View, chunk_tokens: int, costs: PromptCosts) -> float:
+    """The time to compute what is right of the front and has not landed. Where a pause follows each
+    step, fewer steps that compute landed blocks too may take less time."""
+    computed = _ToCompute(view, _attachable(view), chunk_tokens, costs.prefill)
+    rest_s = computed.span_s(view.front, view.prompt_tokens)
+    if not costs.pause_s:
+        return rest_s
+    return min(rest_s, costs.prefill.span_s(view.front, view.prompt_tokens, chunk_tokens))
 
 
 def _worth_a_step(view: View, chunk_tokens: int, costs: PromptCosts, *, loads: bool) -> int:
     """As `island_start`, without the islands between holes that save less than the step loses that
     would end there.
 
-    Args: loads: blocks are being loaded, so islands grow to the left.
+    Args: loads: blocks are being loaded, so islands grow to the left. Where a pause follows each
+        step, an island must be worth a step at its present size.
     """
     cost = costs.prefill
     marked = _attachable(view)
     start, stop = _next_run(view, marked, view.front)
     while start < stop:
         left = start // view.block_tokens - view.first - 1
-        if left < 0 or (loads and view.states[left] == BlockState.WANTED):
+        grows = loads and not costs.pause_s
+        if left < 0 or (grows and view.states[left] == BlockState.WANTED):
             break
         following = _next_run(view, marked, stop)
         unused = -(start - view.front) % chunk_tokens

@@ -1064,7 +1064,7 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
 # ---- another rank ----
 
 # Where the 4 blocks of the only request stand in what is reduced.
-LANDED_AT, KEPT_AT, STORED_AT = 115, 119, 123
+LANDED_AT, KEPT_AT, STORED_AT = 116, 120, 124
 
 
 def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(

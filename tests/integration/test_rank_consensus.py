@@ -283,6 +283,16 @@ def test_rank_consensus_silence_of_a_tier_is_the_longest_of_all_ranks() -> None:
     assert [shared for _, shared in found] == [SharedCosts(ANY, 0.5, costs, (1.0, 5.0, 4.0))] * 2
 
 
+def test_rank_consensus_time_of_a_decode_step_is_the_smallest_of_all_ranks() -> None:
+    found = reduced(
+        [[], []],
+        lambda consensus, rank: consensus.agree(
+            [], [], SharedCosts(ANY, 0.5, (), round_s=(0.02, 0.03)[rank])
+        ),
+    )
+    assert [shared.round_s for _, shared in found] == [0.02] * 2
+
+
 def test_rank_consensus_block_counts_in_the_slowest_tier_that_a_rank_reads_it_from() -> None:
     ranks = [[record(4, answer=(True,) * 4)] for _ in range(2)]
     for (made,), tiers in zip(ranks, ((0, 1, 2, 0), (1, 0, 2, 0)), strict=True):

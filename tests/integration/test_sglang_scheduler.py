@@ -210,6 +210,30 @@ def test_sglang_scheduler_stored_prompts_are_at_most_two_steps_behind_computing(
     assert statistics.mean(auto) <= statistics.mean(compute)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "link_bytes_per_s", "share"),
+    [(1_500, 5e9, 1.0), (1_500, 10e9, 0.9), (4_000, 10e9, 0.7), (16_000, 5e9, 0.6)],
+)
+def test_sglang_scheduler_prefill_decode_interval_makes_no_hit_slower_than_a_miss(
+    tokens: int, link_bytes_per_s: float, share: float
+) -> None:
+    """After each step of the prompt, requests decode for 140 ms. A chunk has 8,192 tokens."""
+    decoding = [
+        Prompt(0.0, array("q", range(start, start + 40)), out=150)
+        for start in range(200_000, 1_000_000, 100_000)
+    ]
+    prompt = array("q", range(1000, 1000 + tokens))
+    hit = Prompt(0.6, prompt, stored=range(tokens // BLOCK_TOKENS))
+    took_s = {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_sglang(LLAMA_8B, link_bytes_per_s=link_bytes_per_s, mode=mode) as server:
+            server.prefill_decode_interval = 22
+            server.serve([*decoding, hit])
+            took_s[mode] = server.first_token_s[str(len(decoding))]
+    assert took_s["auto"] <= share * took_s["compute"] + 1e-3
+
+
 def _drops_for_length(server: VirtualSGLang) -> None:
     server.max_queued_requests = 1000
 

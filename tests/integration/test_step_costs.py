@@ -229,6 +229,29 @@ def test_step_costs_pipelined_decode_step_is_not_measured() -> None:
     assert not step_costs.measured
 
 
+def test_step_costs_decode_steps_after_a_prefill_count_in_each_step_of_a_prompt(
+    step_costs: StepCosts,
+) -> None:
+    with virtual_time() as io:
+        step_costs.ran(decode=False)
+        for took_s in (0.02, 0.02, 0.02, 5.0):  # it was paused in the last one
+            step_costs.ran(decode=True)
+            io.now_s += took_s
+        step_costs.ran(decode=False)
+    round_s = step_costs.measured_here.round_s
+    assert round_s == pytest.approx(0.02)
+    step_costs.agree(SharedCosts(COST, 0.0, (), round_s=round_s))
+    step_costs.scheduling(decodes=0, rounds=10)
+    assert step_costs.costs(LIVE).prefill.fixed_s == pytest.approx(COST.fixed_s + 0.2)
+    assert step_costs.costs(LIVE).others_s == 0.0
+    step_costs.claimed(0, 100)
+    others_s = COST.step_s(0, 100)
+    assert step_costs.costs(LIVE).prefill.fixed_s == pytest.approx(others_s + 0.2)
+    assert step_costs.costs(LIVE).others_s == pytest.approx(others_s + 0.2)
+    step_costs.scheduling(decodes=0)
+    assert step_costs.costs(LIVE).prefill == COST
+
+
 def test_step_costs_waiting_for_kv_is_not_part_of_the_cost(
     step_costs: StepCosts,
 ) -> None:

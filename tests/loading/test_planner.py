@@ -782,6 +782,7 @@ def passes(
     waiting: int = 1,
     work: StepWork | None = None,
     backlog_s: float = 0.0,
+    pause_s: float = 0.0,
 ) -> int | None:
     """A token takes a second, and a step ten seconds more."""
     return passing_tokens(
@@ -792,6 +793,7 @@ def passes(
         work=work or StepWork(),
         cost=PrefillCost(10.0, 1.0, 0.0),
         backlog_s=backlog_s,
+        pause_s=pause_s,
     )
 
 
@@ -821,6 +823,29 @@ def test_passing_tokens_last_step_of_a_loaded_prompt_is_not_longer_for_others() 
     last = work_of(3990, 4000)
     assert passes([20.0], chunk=990, work=last) == 0
     assert passes([20.0], chunk=30, work=last) is None
+
+
+def test_passing_tokens_pause_after_a_step_counts_as_part_of_it() -> None:
+    assert passes([200.0], chunk=100) is None
+    assert passes([200.0], chunk=100, pause_s=300.0) == 0
+    assert passes([1200.0], pause_s=300.0) == 890
+    assert passes([1310.0], pause_s=300.0) is None
+    before = StepWork(tokens=500)
+    assert passes([810.0], chunk=30, pause_s=300.0, work=before) is None
+    assert passes([810.0], chunk=31, pause_s=300.0, work=before) == 0
+
+
+def test_planner_pause_after_each_step_lets_no_step_end_at_one_landed_block() -> None:
+    view = view_of([WANTED] * 4 + [LANDED])
+    slow = PromptCosts(PrefillCost(1.0, 1.0, 0.0, error=0.0), LoadCost(0.0, 1e4, error=0.0))
+
+    def stop(pause_s: float) -> int:
+        progress = LoadProgress(any_landed=True, load_from=0, relied_from=0, relied_s=1e3)
+        costs = slow.beside(StepWork(), pause_s)
+        return next_step(view, mode="auto", chunk_tokens=1000, costs=costs, progress=progress).stop
+
+    assert stop(0.0) == 400
+    assert stop(200.0) == view.prompt_tokens
 
 
 def test_passing_tokens_many_prompts_that_wait_lose_more_than_one_gains() -> None:

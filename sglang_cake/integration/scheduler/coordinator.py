@@ -579,7 +579,7 @@ class Coordinator:
         for each, end_s in self._step.last_steps:
             # A request that was requeued in this step has lost its place to one of these.
             if record is self._step.requeued or self._passes(req, each):
-                ends_s.append(end_s)
+                ends_s.append(end_s + self.step_costs.pause_s)
         tokens = self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
             chunk_tokens,
@@ -640,7 +640,8 @@ class Coordinator:
         costs = self.step_costs.costs(record)
         if record.stats.predicted_s is None:
             when_free = self.step_costs.costs_when_free(record)
-            best_s = self.step_costs.look_ahead(record, when_free).best_s
+            # The decode steps after the last step come after the first token.
+            best_s = self.step_costs.look_ahead(record, when_free).best_s - when_free.pause_s
             record.stats.predicted_s = record.local_waited_s() + best_s
         step = self._next_step(record, record.meet.view(), chunk_tokens, costs)
         if step.wait:

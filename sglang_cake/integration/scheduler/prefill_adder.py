@@ -115,6 +115,7 @@ class CakePrefillAdder(PrefillAdder):
         self._waiting_slots = {}
         # With mixed chunks, requests that decode share the step.
         self._decodes = len(self.running_batch.reqs) if scheduler.is_mixed_chunk else 0
+        self._rounds = decode_rounds(scheduler, self.running_batch)
         self._begin()
 
     def add_chunked_req(self, req: "Req") -> "Req | None":
@@ -255,7 +256,7 @@ class CakePrefillAdder(PrefillAdder):
         coordinator = self._cake()[1]
         if coordinator is not None:
             coordinator.new_adapters = coordinator.held_adapters = set()
-            coordinator.step_costs.scheduling(decodes=self._decodes)
+            coordinator.step_costs.scheduling(decodes=self._decodes, rounds=self._rounds)
             coordinator.spare_slots = self.rem_total_tokens
             # With what the tree has of them, which is not locked.
             left = self.rem_total_tokens
@@ -601,6 +602,15 @@ class CakePrefillAdder(PrefillAdder):
 def _first(stops: Iterable[int | None]) -> int | None:
     """The first token of these at which a step must end; None: there is none."""
     return min((stop for stop in stops if stop is not None), default=None)
+
+
+def decode_rounds(scheduler: "Scheduler", running: "ScheduleBatch") -> int:
+    """How many steps that only decode SGLang runs after a step that prefills. Without a request
+    that decodes, these rounds take no time, unless other ranks have one (DP attention)."""
+    rounds = int(getattr(scheduler, "prefill_decode_interval", 0))  # not in every checked version
+    if not rounds or len(running.reqs) < scheduler.prefill_decode_interval_min_bs:
+        return 0
+    return rounds if running.reqs or scheduler.require_mlp_sync else 0
 
 
 def others_fit(scheduler: "Scheduler", running: "ScheduleBatch", chunked: "Req") -> bool:

@@ -26,7 +26,7 @@ from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, ot
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
@@ -117,6 +117,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     if coordinator is None:
         return
     with coordinator.timed():
+        if getattr(scheduler, "prefill_decode_interval", 0):
+            coordinator.step_costs.ran(decode=_decodes(scheduler.last_batch))
         # Without a prompt to prefill nothing is decided. Ranks reduce then only after an unsafe
         # hook, which may have failed on one of them: that rank has no request to reduce.
         handshaking = _handshaking(scheduler)
@@ -138,6 +140,13 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
             tree.saving.polled(lambda record: coordinator.record(record.req) is record)
     if tree.runahead is not None:
         tree.runahead.poll(scheduler)
+
+
+def _decodes(batch: "ScheduleBatch | None") -> bool:
+    """Whether a step prefills nothing, on any rank that runs its steps with this one."""
+    if batch is None or batch.is_extend_in_batch:
+        return False
+    return not batch.forward_mode.is_extend_or_draft_extend_or_mixed()
 
 
 @guarded("Identity.poll", unsafe=True)
