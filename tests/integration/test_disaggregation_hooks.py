@@ -119,6 +119,26 @@ def test_arrival_extra_keys_that_differ_in_slashes_stay_different(
     assert found == [f"{lora_id}/", f"{lora_id}//", f"{lora_id}///", f"{lora_id}/x"]
 
 
+@pytest.mark.parametrize("key", [LoRARef.deterministic_id("name", "/path"), "tenant/", None])
+def test_decode_server_retracted_request_is_computed_again_under_the_key_of_its_client(
+    hooks: Hooks, server: PrefillServer, harness: CoordinatorHarness, key: str | None
+) -> None:
+    """The prefill server changes the key as it did before, so both servers find one digest."""
+    here, there = req_of(2.5, "here"), req_of(2.5, "there")
+    here.extra_key = key
+    hooks["_add_request_to_queue"](None, server, here)
+    payload = hooks["build_rebootstrap_payload"]({"extra_key": here.extra_key, "rid": "r"}, here)
+    assert payload == {"extra_key": key, "rid": "r"}
+    there.extra_key = payload["extra_key"]
+    hooks["_add_request_to_queue"](None, server, there)
+    digests = []
+    for req in (here, there):
+        chain = harness.coordinator.keys.chain(req)
+        assert chain is not None
+        digests.append(chain.prefix_digest(req.origin_input_ids))
+    assert digests[0] == digests[1]
+
+
 def test_prefill_server_ranks_reduce_while_a_request_awaits_its_decode_server(
     hooks: Hooks, server: PrefillServer
 ) -> None:

@@ -122,6 +122,12 @@ def keep_apart_from_adapters(req: "Req") -> None:
         setattr(req, _CHANGED, True)
 
 
+def key_of_client(req: "Req") -> str | None:
+    """The extra key that the request came with."""
+    key: str | None = req.extra_key
+    return key.removesuffix("/") if key and hasattr(req, _CHANGED) else key
+
+
 def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
     """The seed of the request's keys.
 

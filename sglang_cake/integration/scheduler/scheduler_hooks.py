@@ -18,9 +18,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_cake.core.errors import CakeError
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
-from sglang_cake.integration.compat import request_source, spare_metadata
+from sglang_cake.integration.compat import request_source, signature, spare_metadata
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.integration.request.request_keys import keep_apart_from_adapters
+from sglang_cake.integration.request.request_keys import keep_apart_from_adapters, key_of_client
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, others_fit
 
@@ -38,6 +38,7 @@ logger = logging.getLogger("sglang_cake")
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
+_REQ = "sglang.srt.managers.schedule_batch.Req"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 # SGLang's ranks shuffle their queues with Python's global generator, seeded alike on all of them. A
@@ -61,6 +62,8 @@ def install() -> None:
     register(f"{_BATCH}.prepare_for_extend", _prepare, HookType.AROUND, unsafe=True)
     # If it fails, the tree may have KV of another namespace.
     register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER, unsafe=True)
+    if signature(_REQ, "build_rebootstrap_payload") is not None:  # not in every checked version
+        register(f"{_REQ}.build_rebootstrap_payload", _recomputed, HookType.AFTER)
     register(f"{_SCHEDULER}.process_decode_queue", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
     register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
@@ -227,6 +230,12 @@ def _received(_: None, transfers: "DecodeTransferQueue", decode_req: "DecodeRequ
         return
     spare = spare_metadata(transfers.metadata_buffers, decode_req.metadata_buffer_index)
     coordinator.save_answer(req, struct.pack("4q", *spare.tolist()))
+
+
+def _recomputed(payload: dict[str, Any], req: "Req") -> dict[str, Any]:
+    """A decode server has retracted a request, and the prefill server computes it once more. That
+    server changes the extra key itself."""
+    return payload | {"extra_key": key_of_client(req)}
 
 
 def _idle(_: None, scheduler: "Scheduler") -> None:
