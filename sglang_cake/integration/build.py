@@ -436,7 +436,8 @@ class CakeService:
         self.writer.use(store, self._depths[0])
 
     def close(self) -> None:
-        """Stop reading, and finish the block writes under way. Called when the process ends."""
+        """Stop reading, and give the store CLOSE_S to end. Blocks that are queued for writing are
+        lost. Called when the process ends."""
         if self.runahead is not None:
             self.runahead.close()
         self.loader.close()
