@@ -113,7 +113,7 @@ class HttpStore(Store):
         self._max_list_bytes = max_list_bytes
         self._limits = limits or TimeoutLimits()
         self.transport = HttpTransport(
-            locate, self._limits, hedging, self._had_outage, clock, depth=depth
+            locate, self._limits, hedging, self._forget_server, clock, depth=depth
         )
         self.counters = self.transport.counters
         self._reading = asyncio.Semaphore(depth)
@@ -121,15 +121,16 @@ class HttpStore(Store):
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
         self._reports = CorruptReports(self._report)
         self._clock = clock
-        self._is_plain: bool | None = None  # by the last answer; None: there was none
+        self._is_plain: bool | None = None  # None: not known yet
+        self._was_plain = False  # by the last answer, also before an outage
         self._ask_again = Backoff(ASK_AGAIN_FIRST_S, ASK_AGAIN_LAST_S)  # while it is plain
         self._is_claimed = False  # whether the server has the namespace's description
 
     def events(self) -> dict[str, int]:
         return self.counters.events()
 
-    def _had_outage(self) -> None:
-        self._ask_again.skip()
+    def _forget_server(self) -> None:
+        self._is_plain = None
         self._is_claimed = False
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -178,17 +179,18 @@ class HttpStore(Store):
         return answers
 
     def _learned(self, *, is_plain: bool) -> None:
+        self._is_plain = is_plain
         if not is_plain:
             self._ask_again.reset()
         elif not self._ask_again.has_failed:
             self._ask_again.start(self._clock())
-        if is_plain is not bool(self._is_plain):
+        if is_plain is not self._was_plain:
+            self._was_plain = is_plain
             base = self.transport.base
             if is_plain:
                 logger.warning("%s: no `sglang-cake store serve`, taken for a plain server", base)
             else:
                 logger.warning("%s: answers as `sglang-cake store serve` again", base)
-        self._is_plain = is_plain
 
     async def _has(self, key: BlockKey) -> bool:
         async with self._asking:
