@@ -1,6 +1,7 @@
 """The Mooncake store against a real master and real clients, each a process of its own."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -28,10 +29,9 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import LazyStore
 from sglang_cake.stores.mooncake import mooncake_store
 from sglang_cake.stores.mooncake.mooncake_store import HASH_BYTES
-from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import (
     FRAME,
     NAMESPACE,
@@ -303,7 +303,7 @@ async def test_mooncake_store_absent_master_is_unavailable_until_started():
     ports = free_ports(2)
     (source,) = parse_sources(f"mooncake://127.0.0.1:{ports[0]}?segment=64MB")
     source.check()
-    async with closing(open_store([source], FRAME, depth=1)) as store:
+    async with closing(dataclasses.replace(source, retry_s=0.0).open(FRAME, depth=1)) as store:
         for _ in range(2):
             with pytest.raises(StoreUnavailable, match=f"master at 127.0.0.1:{ports[0]}"):
                 await store.contains([A])
@@ -317,11 +317,10 @@ async def test_mooncake_store_absent_master_is_unavailable_until_started():
 
 
 async def test_mooncake_store_close_does_not_wait_for_a_setup_that_hangs(monkeypatch):
-    setting_up, go, left = threading.Event(), threading.Event(), threading.Event()
+    go, left = threading.Event(), threading.Event()
 
     class HungClient:
         def __init__(self, place, memory):
-            setting_up.set()
             go.wait(PATIENCE_S)
 
         def close(self):
@@ -329,15 +328,13 @@ async def test_mooncake_store_close_does_not_wait_for_a_setup_that_hangs(monkeyp
 
     monkeypatch.setattr(mooncake_store, "MooncakeClient", HungClient)
     (source,) = parse_sources("mooncake://127.0.0.1:1")
-    store = LazyStore(source, FRAME, depth=1, close_s=0.01)
+    store = dataclasses.replace(source, patience_s=0.01).open(FRAME, depth=1)
     try:
-        asking = asyncio.create_task(store.contains([A]))
-        await async_until(setting_up.is_set)
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            await store.contains([A])
         closing = asyncio.create_task(store.close())
         await asyncio.wait((closing,), timeout=30)
         assert closing.done()
-        with pytest.raises(StoreUnavailable, match="is closed"):
-            await asking
         assert not left.is_set()
     finally:
         go.set()

@@ -51,7 +51,6 @@ class MooncakeClient:
         Args: memory: of the views below. The library may still use it after a failed transfer.
         Raises: StoreUnavailable.
         """
-        self._memory = memory  # mapped until `close` has returned
         # Tested first, since the library would try for minutes.
         try:
             with socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S) as probe:

@@ -29,6 +29,7 @@ from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redac
 T = TypeVar("T")
 
 PATIENCE_S = 5.0  # limit for a call; the library itself waits for about 30 s
+RETRY_S = 5.0  # between two attempts to join the store
 HASH_BYTES = 2**18  # copied and hashed at once, while in the CPU's cache
 DEFAULT_SEGMENT_BYTES = 4 * 10**9
 MIN_SEGMENT_BYTES = 2**24  # limit of the library
@@ -154,45 +155,52 @@ class MooncakeStore(Store):
         *,
         depth: int,
         patience_s: float = PATIENCE_S,
+        retry_s: float = RETRY_S,
     ) -> None:
-        """Joins the store, which takes minutes if its master hangs.
+        """Joins the store with the first call.
 
         Args:
             depth: concurrent reads, and concurrent writes.
             patience_s: limit for a call.
-
-        Raises: StoreUnavailable.
+            retry_s: time between two attempts to join.
         """
+        self._place = place
         self._frame = frame
         self._patience_s = patience_s
-        memory = HostArena([frame.framed_bytes] * (2 * depth), prefault=False)
-        self._client = MooncakeClient(place, memory)
-        self._buffers = BufferPool(memory.buffers)
+        self._memory = HostArena([frame.framed_bytes] * (2 * depth), prefault=False)
+        self._buffers = BufferPool(self._memory.buffers)
         self.reads = CallThreads("cake-mooncake-read", depth, patience_s=patience_s)
         self._writes = CallThreads("cake-mooncake-write", depth, patience_s=patience_s)
         self._asks = CallThreads("cake-mooncake-ask", 1, patience_s=patience_s)
         self._reports = CorruptReports(self.delete)
+        self._joining: asyncio.Task[MooncakeClient] | None = None
+        self._joining_since_s = 0.0
+        self._retry_s = retry_s
         self._closed = False
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         names = [self._name(key) for key in keys]
-        return await self._asks.call(lambda hold: self._client.exist(names))
+        return await self._call(self._asks, lambda client, hold: client.exist(names))
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         with self._reports.reading(key):
-            return await self.reads.call(lambda hold: self._get(key, out, progress, hold))
+            return await self._call(
+                self.reads, lambda client, hold: self._get(client, key, out, progress, hold)
+            )
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert self._frame.takes(data.nbytes), data.nbytes
         view = data.cast("B")
         await self._reports.end(key)
-        return await self._writes.call(lambda hold: self._put(key, view, hold))
+        return await self._call(
+            self._writes, lambda client, hold: self._put(client, key, view, hold)
+        )
 
     async def delete(self, key: BlockKey) -> None:
         name = self._name(key)
-        await self._writes.call(lambda hold: self._client.remove(name))
+        await self._call(self._writes, lambda client, hold: client.remove(name))
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         """Raises: StoreUnavailable, always."""
@@ -201,51 +209,83 @@ class MooncakeStore(Store):
 
     async def stats(self) -> StoreStats:
         """Empty: the library has no totals."""
-        if self._closed:
-            raise StoreUnavailable("the store is closed")
+        self._check_open()
         return StoreStats()
 
     async def close(self) -> None:
         """Waits for calls in flight, for about 30 s if a peer hangs, and for `patience_s` at most
-        to leave the store.
+        to leave the store. If it is being joined, it is left once that has ended.
 
         The memory that this process lent to the store is taken back, with the blocks in it.
         """
         await self._reports.end_all()
-        if self._closed:
-            return
         self._closed = True
         for threads in (self.reads, self._writes, self._asks):
             threads.shut()
         for threads in (self.reads, self._writes, self._asks):
             await asyncio.to_thread(threads.wait)
-        leaving = asyncio.create_task(run_in_own_thread(self._client.close))
-        await asyncio.wait((leaving,), timeout=self._patience_s)
+        joining = self._joining
+        self._joining = None
+        if joining is not None:
+            leaving = asyncio.create_task(self._leave(joining))
+            await asyncio.wait((leaving,), timeout=self._patience_s)
+
+    async def _leave(self, joining: asyncio.Task[MooncakeClient]) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await asyncio.to_thread((await joining).close)
+
+    async def _call(self, threads: CallThreads, work: Callable[[MooncakeClient, Hold], T]) -> T:
+        client = await self._joined()
+        return await threads.call(lambda hold: work(client, hold))
+
+    async def _joined(self) -> MooncakeClient:
+        """Raises: StoreUnavailable, at the latest `patience_s` after the attempt has started."""
+        self._check_open()
+        now_s = time.monotonic()
+        failed = self._joining is not None and self._joining.done() and self._joining.exception()
+        if self._joining is None or (failed and now_s >= self._joining_since_s + self._retry_s):
+            self._joining_since_s = now_s
+            joining = run_in_own_thread(MooncakeClient, self._place, self._memory)
+            self._joining = asyncio.create_task(joining)
+        if not self._joining.done():
+            left_s = max(0.0, self._joining_since_s + self._patience_s - now_s)
+            await asyncio.wait((self._joining,), timeout=left_s)
+            self._check_open()
+        if not self._joining.done():
+            raise StoreUnavailable(f"Mooncake's master at {self._place.host} does not answer")
+        return self._joining.result()
 
     def _name(self, key: BlockKey) -> str:
         return f"{self._frame.digest.hex()}/{key.hex()}"
 
     # ---- in the threads ----
 
-    def _get(self, key: BlockKey, out: memoryview, progress: TellBytes | None, hold: Hold) -> int:
+    def _get(
+        self,
+        client: MooncakeClient,
+        key: BlockKey,
+        out: memoryview,
+        progress: TellBytes | None,
+        hold: Hold,
+    ) -> int:
         with self._buffer() as view:
-            count = self._client.get_into(self._name(key), view)
+            count = client.get_into(self._name(key), view)
             with hold:
                 block = IncomingBlock(self._frame, key, out, progress)
                 for start in range(0, count, HASH_BYTES):
                     block.feed(view[start : min(start + HASH_BYTES, count)])
                 return block.finish()
 
-    def _put(self, key: BlockKey, data: memoryview, hold: Hold) -> bool:
+    def _put(self, client: MooncakeClient, key: BlockKey, data: memoryview, hold: Hold) -> bool:
         # The library reports a second put of a name as a success.
-        if self._client.exist([self._name(key)])[0]:
+        if client.exist([self._name(key)])[0]:
             return False
         with self._buffer() as view:
             framed = view[: HEADER_BYTES + len(data)]
             with hold:
                 framed[:HEADER_BYTES] = self._frame.header(key, data)
                 framed[HEADER_BYTES:] = data
-            return self._client.put_new(self._name(key), framed)
+            return client.put_new(self._name(key), framed)
 
     @contextlib.contextmanager
     def _buffer(self) -> Iterator[memoryview]:
@@ -256,6 +296,10 @@ class MooncakeStore(Store):
         finally:
             self._buffers.give(buffer)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSource:
@@ -263,12 +307,15 @@ class MooncakeSource:
 
     place: MooncakePlace
     patience_s: float = PATIENCE_S
+    retry_s: float = RETRY_S
 
     def check(self) -> None:
         """Checks nothing: the library is loaded already, and the master may start later."""
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
-        return MooncakeStore(self.place, frame, depth=depth, patience_s=self.patience_s)
+        return MooncakeStore(
+            self.place, frame, depth=depth, patience_s=self.patience_s, retry_s=self.retry_s
+        )
 
     async def namespaces(self) -> list[StoredNamespace]:
         """Raises: StoreUnavailable, always."""
