@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -120,9 +121,9 @@ class FreeSpace:
     evicts what its puts need, and nothing without a put. Each further process learns of the limit
     by a refused block of its own.
 
-    Where removed files free space late (FREES_LATE), bytes that this process freed count until the
-    file system reports them, or has reported none for LATE_S. Elsewhere they do not: the space
-    would be missing if other programs took it within that time.
+    Where removed files free space late (FREES_LATE), bytes that this process freed count for LATE_S
+    until the file system reports them. Elsewhere they do not: the space would be missing if other
+    programs took it within that time.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class FreeSpace:
         self._refused_s = 0.0
         self._freed_bytes = _UNLIMITED  # since a block was refused, and not taken yet
         self._newly_freed_bytes = 0  # since the file system was asked
-        self._unreported_bytes = 0  # freed, and not reported by the file system
-        self._unreported_until_s = 0.0  # they count until then
+        # Freed bytes that the file system has not reported, and the times at which they expire.
+        self._unreported: deque[tuple[float, int]] = deque()
 
     def take(self, size_bytes: int) -> Amount:
         """Take the space for a block of `size_bytes`; returns the missing space, or zero.
@@ -203,8 +204,7 @@ class FreeSpace:
         share = 0.0
         reported_bytes = self._reported_bytes(stat)
         if stat.f_blocks:
-            self._expect(reported_bytes, now_s)
-            self._usable_bytes = reported_bytes + self._unreported_bytes
+            self._usable_bytes = reported_bytes + self._unreported_bytes(reported_bytes, now_s)
             share = self.min_free_bytes / (stat.f_blocks * stat.f_frsize)
         else:
             self._usable_bytes = reported_bytes
@@ -217,21 +217,25 @@ class FreeSpace:
         free = free_bytes(stat)
         return _UNLIMITED if free is None else free - self.min_free_bytes
 
-    def _expect(self, reported_bytes: int, now_s: float) -> None:
-        """Update the unreported bytes. Args: reported_bytes: the new answer of the file system."""
-        # More than this process expects: the file system has reported some.
-        newly_reported_bytes = reported_bytes + self._unreported_bytes - self._usable_bytes
+    def _unreported_bytes(self, reported_bytes: int, now_s: float) -> int:
+        """Freed bytes that count beside `reported_bytes`, the new answer of the file system."""
         if self._newly_freed_bytes and file_system_type(self._folder) in FREES_LATE:
-            newly_reported_bytes += self._newly_freed_bytes
-            if not self._unreported_bytes:
-                self._unreported_until_s = now_s + LATE_S
-            self._unreported_bytes += self._newly_freed_bytes
+            self._unreported.append((now_s + LATE_S, self._newly_freed_bytes))
         self._newly_freed_bytes = 0
-        if newly_reported_bytes > 0:
-            self._unreported_until_s = now_s + LATE_S
-            self._unreported_bytes = max(0, self._unreported_bytes - newly_reported_bytes)
-        if now_s >= self._unreported_until_s:
-            self._unreported_bytes = 0
+        while self._unreported and self._unreported[0][0] <= now_s:
+            self._unreported.popleft()
+        unreported_bytes = sum(freed for _, freed in self._unreported)
+        # If there is more than this process expects, the file system has reported the oldest ones.
+        newly_reported_bytes = min(
+            unreported_bytes, reported_bytes + unreported_bytes - self._usable_bytes
+        )
+        unreported_bytes -= max(0, newly_reported_bytes)
+        while newly_reported_bytes > 0:
+            expires_s, freed = self._unreported.popleft()
+            if freed > newly_reported_bytes:
+                self._unreported.appendleft((expires_s, freed - newly_reported_bytes))
+            newly_reported_bytes -= freed
+        return unreported_bytes
 
 
 # Errors of damaged sectors. Reads past the page cache get the block layer's own codes in place of
