@@ -309,7 +309,8 @@ class _StoreReads:
         if self.reads.get(read.key) is read:
             del self.reads[read.key]
             self.counts[read.tier] -= 1
-            self.full.discard(read.tier)
+            if self.counts[read.tier] < self.depth(read.tier):
+                self.full.discard(read.tier)
 
 
 @dataclass(slots=True, eq=False)
@@ -700,11 +701,11 @@ class Loader:
                 del each[: bisect_left(each, queue.first_loadable)]
         elif self._start(queue, blocks[-1]):
             blocks.pop()
-            if not (queue.reads or queue.has_next):  # its last block was in memory
-                self._wake()
         else:
             self._awaits_memory = True
             return False
+        if not (queue.reads or queue.has_next):  # its last block was in memory
+            self._wake()
         return True
 
     def _next_block(self) -> tuple[_PromptQueue, list[int]] | None:
@@ -751,11 +752,12 @@ class Loader:
                 return None
             if block < last or is_ahead:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
-                    (found,) = queue.link.store.sources([queue.keys[block]])  # it may have moved up
-                    insort(todo.setdefault(found, []), block)
-                    todo[tier].pop()
-                    queue.tiers[block] = tier = found
-            if tier in tiers:
+                    (found,) = queue.link.store.sources([queue.keys[block]])
+                    if found != tier:  # it has moved up
+                        queue.tiers[block] = found
+                        insort(todo.setdefault(found, []), todo[tier].pop())
+                    tier = found
+            if tier not in queue.link.full and not (is_ahead and tier == queue.lender):
                 return todo[tier]
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:

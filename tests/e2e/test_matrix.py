@@ -91,6 +91,21 @@ def test_tensor_parallel_block_lost_on_one_rank_is_computed_on_both(
     assert parallel.store.set_aside(spoiled)
 
 
+def test_tensor_parallel_aborts_at_four_stages_leave_a_clean_log(
+    parallel: Live, prompt: Make
+) -> None:
+    document = prompt(20 * BLOCK)
+    parallel.ask_and_store(document)
+    for event in ("arrive", "land", "claim", "attach"):
+        parallel.flush()
+        asking = PendingRequest(parallel, document, new_tokens=8, rid=f"tp-{event}")
+        asking.until(event)
+        parallel.post("/abort_request", rid=asking.rid)
+        asking.answer()
+    parallel.flush()
+    parallel.check_log()
+
+
 @pytest.fixture(scope="module")
 def latent_model(folder: Path) -> Path:
     """A tiny dense DeepSeek-V2. Its KV is one latent row per layer."""

@@ -744,6 +744,37 @@ def test_loader_reads_blocks_below_while_lent_blocks_wait_for_their_copies(
     assert harness.wakes == 2, "the lookup, and the last block"
 
 
+def test_loader_last_lent_block_above_computed_ones_wakes_the_scheduler(
+    harness: LoaderHarness,
+) -> None:
+    tokens, keys = harness.stored(8)
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, keys))
+    harness.begin("a", tokens)
+    assert harness.landed() == [("a", 7), ("a", 6)]
+    harness.loader.set_first_loadable("a", 5)
+    harness.release()
+    assert harness.landed() == [("a", 5)]
+    assert harness.wakes == 2, "the lookup, and the last block"
+
+
+class MovingUp(WrapperStore):
+    """Block 1 was in the first tier at the lookup, and is in the third one since."""
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return [2] if len(keys) == 1 else [int(block != 1) for block in range(len(keys))]
+
+
+def test_loader_block_that_moved_to_another_idle_tier_is_read_at_once(
+    harness: LoaderHarness,
+) -> None:
+    tokens, keys = harness.stored(4)
+    harness.loader = harness.new_loader(MovingUp(harness.recorded), 1)
+    harness.begin("a", tokens)
+    assert harness.waiting() == [keys[3], keys[1]]
+    harness.open(*keys)
+    assert harness.read_keys() == [keys[3], keys[1], keys[2], keys[0]]
+
+
 class HungLookups(WrapperStore):
     """Lookups that do not answer. Attributes: asked, cancelled: how many."""
 

@@ -37,6 +37,7 @@ from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import index, nofollow
 from sglang_cake.stores.file.block_folder import (
     MAX_SET_ASIDE,
+    MOST_UNREADABLE,
     UNREADABLE_S,
 )
 from sglang_cake.stores.file.disk import REFUSED_S, Amount, FreeSpace
@@ -724,6 +725,25 @@ def test_block_folder_many_unreadable_blocks_are_all_set_aside(tmp_path):
         now_s += UNREADABLE_S
         get(folder, 100)
         assert {fails(name) for name in range(100)} == {BlockCorrupt}
+
+
+def test_block_folder_more_unreadable_blocks_than_are_remembered_are_all_forgotten(tmp_path):
+    now_s = 0.0
+    names = range(MOST_UNREADABLE + 1)
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None, clock=lambda: now_s)) as folder:
+        for name in (*names, len(names)):
+            put(folder, name)
+
+        def fails(name):
+            with pytest.raises(StoreError) as error, folder.reading(DIGEST, key_of(name)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return type(error.value)
+
+        assert {fails(name) for name in names} == {StoreUnavailable}
+        now_s += UNREADABLE_S
+        get(folder, len(names))
+        assert fails(names[-1]) is BlockCorrupt
+        assert fails(names[-2]) is StoreUnavailable, "its error before was forgotten"
 
 
 # ---- the index is lost, damaged, or of another program ----

@@ -422,6 +422,28 @@ def test_free_space_of_a_disk_that_frees_late_has_less_after_a_put(tmp_path, mon
         assert space.missing() == Amount()
 
 
+def test_free_space_of_a_disk_that_frees_late_beside_other_writers_lacks_what_they_write_in_30_s(
+    tmp_path, monkeypatch
+):
+    written_bytes = 20  # by others, in each second
+    disk = LateDisk(monkeypatch, ZFS, late_s=0)
+    disk.f_bavail = 1000
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    unreported_bytes = 0
+    lacking = []
+    for disk.now_s in range(1, 3600):
+        disk.f_bavail -= written_bytes
+        if disk.now_s % 5 == 0:  # the file system commits
+            disk.f_bavail += unreported_bytes
+            unreported_bytes = 0
+        missing = space.missing()
+        if missing:
+            space.freed(missing)
+            unreported_bytes += missing.bytes
+        lacking.append(1000 - disk.f_bavail - unreported_bytes)
+    assert max(lacking) <= (LATE_S + 5) * written_bytes
+
+
 def test_free_space_of_a_disk_that_frees_late_counts_no_byte_twice(tmp_path, monkeypatch):
     disk = LateDisk(monkeypatch, BTRFS, late_s=10)
     space = FreeSpace(tmp_path, 1000, clock=disk.clock)

@@ -450,7 +450,7 @@ class BlockFolder:
         """Record an I/O error of a block; whether the block is at fault, and not the whole disk."""
         now_s = self._clock()
         with self._counting:
-            if len(self._unreadable) > MOST_UNREADABLE:
+            if len(self._unreadable) == MOST_UNREADABLE and block not in self._unreadable:
                 self._unreadable.clear()
             first_s = self._unreadable.setdefault(block, now_s)
             is_at_fault = first_s < self._read_s and now_s - first_s >= UNREADABLE_S

@@ -144,6 +144,8 @@ def test_sendfile_slow_reader_over_tls_gets_every_byte(root, tmp_path_factory):
         for _ in range(2):
             connection.sendall(request_bytes(PATH))
             assert answer(connection) == (200, BLOCK)
+        connection.sendall(request_bytes(PATH, "Range: bytes=7-3000000"))
+        assert answer(connection) == (206, BLOCK[7:3000001])
         connection.close()
 
 

@@ -16,7 +16,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.keys import Namespace
 from sglang_cake.stores.base import EvictionCounts, RequestFacts, StoreStats
-from sglang_cake.stores.circuit_breaker import FAILURES, AdaptiveTimeout
+from sglang_cake.stores.circuit_breaker import FAILURES, LAST_S, AdaptiveTimeout
 from sglang_cake.stores.http.http_store import (
     ASK_AGAIN_FIRST_S,
     ASK_AGAIN_LAST_S,
@@ -626,6 +626,31 @@ async def test_http_store_plain_server_is_asked_seldom_and_logged_once(caplog):
         await store.contains([A])
         assert len(posts(server)) == asked
     assert len(caplog.records) == 1
+
+
+async def test_http_store_plain_server_is_asked_again_after_an_outage_with_lookups():
+    state = "plain"
+
+    async def answer(asked):
+        if state == "down":
+            asked.answer(500)
+        elif asked.method == "POST" and state == "ours":
+            asked.answer(200, b"\1")
+        else:
+            asked.answer(405 if asked.method == "POST" else 404)
+
+    async with client_and_server(answer) as (store, server):
+        await store.contains([A])
+        state = "down"
+        for _ in range(120):
+            with pytest.raises(StoreUnavailable):
+                await store.contains([A])
+            clock.now_s += 1.0
+        state = "ours"
+        server.asked.clear()
+        clock.now_s += LAST_S
+        assert await store.contains([A]) == [True]
+        assert [asked.method for asked in server.asked] == ["POST"]
 
 
 async def test_http_store_head_lookups_are_bounded_and_one_error_fails_them():
