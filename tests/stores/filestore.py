@@ -23,7 +23,11 @@ def folder_of(root, *, clock=time.monotonic, **options):
 
 def opened(root, *, namespace=NAMESPACE, fsync="off", threads=1, **options):
     folder = folder_of(root, fsync=fsync, **options)
-    return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=threads)
+    try:
+        return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=threads)
+    except BaseException:
+        folder.close()  # else its threads ask for free space in later tests
+        raise
 
 
 @contextlib.asynccontextmanager
