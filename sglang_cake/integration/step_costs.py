@@ -47,6 +47,8 @@ from sglang_cake.loading.planner import (
 
 # Weight of the newest decode step in the time of one.
 _NEWEST_ROUND = 0.1
+# It takes at most so many times as long as the newest one.
+_MOST_ROUNDS = 4.0
 
 
 class StepTimer(Protocol):
@@ -229,8 +231,9 @@ class StepCosts:
         now_s = time.monotonic()
         if decode and self._decoded_s is not None:
             took_s = now_s - self._decoded_s
-            known_s = self._round_s or took_s
-            newest_s = min(took_s, 2 * known_s)  # SGLang may have paused
+            # The first one may have compiled kernels, and SGLang may have paused before others.
+            known_s = min(self._round_s or took_s, _MOST_ROUNDS * took_s)
+            newest_s = min(took_s, 2 * known_s)
             self._round_s = known_s + _NEWEST_ROUND * (newest_s - known_s)
         self._decoded_s = now_s if decode else None
 
@@ -326,13 +329,19 @@ class StepCosts:
         return is_stalled(record.meet.view(), self.costs_alone(record), record.progress)
 
     def passing_tokens(
-        self, rest: Span, chunk_tokens: int, ends_s: Sequence[float], waiting: int
+        self,
+        rest: Span,
+        chunk_tokens: int,
+        ends_s: Sequence[float],
+        last_ends_s: Sequence[float],
+        waiting: int,
     ) -> int | None:
         """`planner.passing_tokens` of a prompt's `rest` in the step being scheduled."""
         return passing_tokens(
             rest,
             chunk_tokens,
             ends_s=ends_s,
+            last_ends_s=last_ends_s,
             waiting=waiting,
             work=self._work,
             cost=self.agreed,

@@ -220,10 +220,11 @@ def look_ahead(
         meet_token = min(meet_token, _next_run(view, jumped[0].marks, view.front)[0])
         if meet_token == view.front:
             wait_s = float(loads.landing_s()[0])
+    # The pause after the last step comes after the first token.
     return Outlook(
-        compute_s=costs.backlog_s + _rest_s(view, chunk_tokens, costs),
-        load_s=plans[0][0](0),
-        both_s=took_s[number],
+        compute_s=costs.backlog_s + _rest_s(view, chunk_tokens, costs) - costs.pause_s,
+        load_s=plans[0][0](0) - costs.pause_s,
+        both_s=took_s[number] - costs.pause_s,
         meet_token=meet_token,
         wait_s=wait_s,
     )
@@ -411,7 +412,8 @@ def _overlap_gain(
     in seconds that this step may begin before the end of the loads."""
     stop = later.rfind(1) + 1
     end = min((view.first + stop) * view.block_tokens, view.limit)
-    alone = not costs.others_s and not view.end_blocks
+    # During a pause others decode, and the step would wait beside them.
+    alone = not costs.others_s and not costs.pause_s and not view.end_blocks
     if not stop or not alone or view.prompt_tokens - end > chunk_tokens:
         return 0, 0.0
     last_s = costs.prefill.step_s(end, view.prompt_tokens)
@@ -588,6 +590,7 @@ def passing_tokens(
     chunk_tokens: int,
     *,
     ends_s: Iterable[float],
+    last_ends_s: Iterable[float] = (),
     waiting: int,
     work: StepWork,
     cost: PrefillCost,
@@ -610,7 +613,9 @@ def passing_tokens(
     Args:
         rest: the rest of its prefill.
         chunk_tokens: the most that it may compute in this step.
-        ends_s: the time until the loads, or the last step, of each prompt that it passes are over.
+        ends_s: the time until the loads of each prompt that it passes are over.
+        last_ends_s: the time until the last step of each such prompt is over. A prompt that has no
+            part in that step loses the pause after it, too.
         waiting: how many prompts wait beside the one that gains.
         work: the work of the prompts before it in the step.
         backlog_s: the time until the step begins.
@@ -624,9 +629,11 @@ def passing_tokens(
     tokens = whole
     least_s = backlog_s if work == StepWork() else end_s(0)
     lost_s = waiting * cost.work_s(StepWork(prefix_tokens=rest.start))
-    for each_s in ends_s:
+    ends = [(each_s, lost_s) for each_s in ends_s]
+    ends += [(each_s + pause_s, lost_s + waiting * pause_s) for each_s in last_ends_s]
+    for each_s, all_lose_s in ends:
         gain_s = end_s(tokens) - max(each_s, least_s)
-        if gain_s > PASSING_COST * lost_s:
+        if gain_s > PASSING_COST * all_lose_s:
             tokens = bisect_right(range(1, tokens + 1), each_s, key=end_s)
     return tokens if tokens < whole else None
 

@@ -22,6 +22,7 @@ from sglang_cake.config import ENABLED_ENV
 from sglang_cake.integration import plugin
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.integration.scheduler.prefill_adder import decode_rounds
 from sglang_cake.loading.cost_model import PrefillCost, PromptCosts
 
 BUDGET, STEPS, WINDOW = 40, 400, 24
@@ -232,3 +233,25 @@ def returns_in(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch) -> int:
         loop.base.coordinator.release_all()
         loop.base.io.close()
     return loop.returns
+
+
+@pytest.mark.parametrize(
+    ("running", "synced", "last_batch", "expected"),
+    [
+        (2, False, None, 22),
+        (1, False, None, 0),  # fewer than the least
+        (0, True, "idle", 22),
+        (0, True, None, 0),  # no rank decodes
+        (0, False, "prefill", 0),
+    ],
+)
+def test_prefill_decode_interval_counts_rounds_in_which_a_rank_has_a_batch(
+    running: int, synced: bool, last_batch: str | None, expected: int
+) -> None:
+    scheduler: Any = SimpleNamespace(
+        prefill_decode_interval=22,
+        prefill_decode_interval_min_bs=2 if running else 0,
+        require_mlp_sync=synced,
+        last_batch=last_batch,
+    )
+    assert decode_rounds(scheduler, SimpleNamespace(reqs=[None] * running)) == expected  # type: ignore[arg-type]

@@ -234,6 +234,38 @@ def test_sglang_scheduler_prefill_decode_interval_makes_no_hit_slower_than_a_mis
     assert took_s["auto"] <= share * took_s["compute"] + 1e-3
 
 
+@pytest.mark.parametrize(
+    ("interval", "first", "second", "link_bytes_per_s"),
+    [(22, 4000, 1500, 5e9), (100, 4000, 1500, 5e9), (22, 4000, -4000, 20e9)],
+)
+def test_sglang_scheduler_prefill_decode_interval_lets_a_later_prompt_share_a_last_step(
+    interval: int, first: int, second: int, link_bytes_per_s: float
+) -> None:
+    """Args: second: tokens; negative: nothing of it is stored."""
+    decoding = [
+        Prompt(0.0, array("q", range(start, start + 40)), out=150)
+        for start in range(200_000, 1_000_000, 100_000)
+    ]
+    prompts = [
+        Prompt(0.6, array("q", range(1000, 1000 + first)), stored=range(first // BLOCK_TOKENS)),
+        Prompt(
+            0.601,
+            array("q", range(10_000, 10_000 + abs(second))),
+            stored=range(max(0, second) // BLOCK_TOKENS),
+        ),
+    ]
+    took_s = {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_sglang(LLAMA_8B, link_bytes_per_s=link_bytes_per_s, mode=mode) as server:
+            server.prefill_decode_interval = interval
+            server.serve([*decoding, *prompts])
+            ids = range(len(decoding), len(decoding) + len(prompts))
+            took_s[mode] = [server.first_token_s[str(each)] for each in ids]
+    pairs = zip(took_s["auto"], took_s["compute"], strict=True)
+    assert all(auto_s <= compute_s + 1e-3 for auto_s, compute_s in pairs)
+
+
 def _drops_for_length(server: VirtualSGLang) -> None:
     server.max_queued_requests = 1000
 

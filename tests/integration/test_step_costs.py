@@ -252,6 +252,17 @@ def test_step_costs_decode_steps_after_a_prefill_count_in_each_step_of_a_prompt(
     assert step_costs.costs(LIVE).prefill == COST
 
 
+def test_step_costs_decode_step_that_compiled_does_not_count_for_long(
+    step_costs: StepCosts,
+) -> None:
+    with virtual_time() as io:
+        for took_s in (30.0, *[0.02] * 20):
+            step_costs.ran(decode=True)
+            io.now_s += took_s
+        step_costs.ran(decode=True)
+    assert step_costs.measured_here.round_s < 0.03
+
+
 def test_step_costs_waiting_for_kv_is_not_part_of_the_cost(
     step_costs: StepCosts,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -783,12 +784,14 @@ def passes(
     work: StepWork | None = None,
     backlog_s: float = 0.0,
     pause_s: float = 0.0,
+    last_ends_s: Sequence[float] = (),
 ) -> int | None:
     """A token takes a second, and a step ten seconds more."""
     return passing_tokens(
         Span(0, 4000),
         chunk,
         ends_s=ends_s,
+        last_ends_s=last_ends_s,
         waiting=waiting,
         work=work or StepWork(),
         cost=PrefillCost(10.0, 1.0, 0.0),
@@ -833,6 +836,13 @@ def test_passing_tokens_pause_after_a_step_counts_as_part_of_it() -> None:
     before = StepWork(tokens=500)
     assert passes([810.0], chunk=30, pause_s=300.0, work=before) is None
     assert passes([810.0], chunk=31, pause_s=300.0, work=before) == 0
+
+
+def test_passing_tokens_pause_after_a_last_step_is_lost_by_those_held_back() -> None:
+    assert passes([], last_ends_s=[20.0], chunk=100) == 10
+    assert passes([], last_ends_s=[20.0], chunk=100, pause_s=30.0) is None, "90 s for 120"
+    assert passes([], last_ends_s=[20.0], chunk=300, pause_s=30.0) == 10
+    assert passes([], last_ends_s=[20.0], chunk=300, pause_s=30.0, waiting=3) is None
 
 
 def test_planner_pause_after_each_step_lets_no_step_end_at_one_landed_block() -> None:

@@ -576,14 +576,17 @@ class Coordinator:
         if record is None or self._config.mode != "auto":
             return None
         ends_s = [end_s for each, end_s in self._step.passed if self._passes(req, each)]
-        for each, end_s in self._step.last_steps:
+        last_ends_s = [
+            end_s
+            for each, end_s in self._step.last_steps
             # A request that was requeued in this step has lost its place to one of these.
-            if record is self._step.requeued or self._passes(req, each):
-                ends_s.append(end_s + self.step_costs.pause_s)
+            if record is self._step.requeued or self._passes(req, each)
+        ]
         tokens = self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
             chunk_tokens,
             ends_s,
+            last_ends_s,
             self._prompt_count - 1,
         )
         return None if tokens is None else tokens - tokens % self._page_tokens
@@ -602,6 +605,7 @@ class Coordinator:
         if stop - start <= chunk_tokens:
             return False
         end_s = self.step_costs.step_end_s + self.step_costs.queue_s(work_of(start, stop))
+        end_s += self.step_costs.pause_s * math.ceil((stop - start) / self.step_costs.chunk_tokens)
         return any(
             end_s > latest_s and self._passes(req, each) for each, latest_s in self._step.waits
         )
@@ -640,8 +644,7 @@ class Coordinator:
         costs = self.step_costs.costs(record)
         if record.stats.predicted_s is None:
             when_free = self.step_costs.costs_when_free(record)
-            # The decode steps after the last step come after the first token.
-            best_s = self.step_costs.look_ahead(record, when_free).best_s - when_free.pause_s
+            best_s = self.step_costs.look_ahead(record, when_free).best_s
             record.stats.predicted_s = record.local_waited_s() + best_s
         step = self._next_step(record, record.meet.view(), chunk_tokens, costs)
         if step.wait:

@@ -605,12 +605,13 @@ def _first(stops: Iterable[int | None]) -> int | None:
 
 
 def decode_rounds(scheduler: "Scheduler", running: "ScheduleBatch") -> int:
-    """How many steps that only decode SGLang runs after a step that prefills. Without a request
-    that decodes, these rounds take no time, unless other ranks have one (DP attention)."""
+    """How many steps that only decode SGLang runs after a step that prefills. If nothing decodes,
+    these rounds take no time. With DP attention, a rank has a batch while others decode."""
     rounds = int(getattr(scheduler, "prefill_decode_interval", 0))  # not in every checked version
     if not rounds or len(running.reqs) < scheduler.prefill_decode_interval_min_bs:
         return 0
-    return rounds if running.reqs or scheduler.require_mlp_sync else 0
+    others_decode = scheduler.require_mlp_sync and scheduler.last_batch is not None
+    return rounds if running.reqs or others_decode else 0
 
 
 def others_fit(scheduler: "Scheduler", running: "ScheduleBatch", chunked: "Req") -> bool:
