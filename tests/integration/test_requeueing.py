@@ -1172,7 +1172,7 @@ def test_coordinator_prompt_with_due_prefill_is_not_passed_by_whole_steps_of_a_h
     monkeypatch.setattr(
         coordinator.step_costs,
         "passing_tokens",
-        lambda rest, most, ends_s, n: passed.append(ends_s),
+        lambda rest, most, ends_s, *others: passed.append(ends_s),
     )
     monkeypatch.setattr(coordinator.step_costs, "loads_s", lambda record: 0.1)
     coordinator.poll(["stored", "urgent"])

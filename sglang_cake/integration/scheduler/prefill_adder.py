@@ -607,8 +607,9 @@ def _first(stops: Iterable[int | None]) -> int | None:
 def decode_rounds(scheduler: "Scheduler", running: "ScheduleBatch") -> int:
     """How many steps that only decode SGLang runs after a step that prefills. If nothing decodes,
     these rounds take no time. With DP attention, a rank has a batch while others decode."""
-    rounds = int(getattr(scheduler, "prefill_decode_interval", 0))  # not in every checked version
-    if not rounds or len(running.reqs) < scheduler.prefill_decode_interval_min_bs:
+    rounds = int(getattr(scheduler, "prefill_decode_interval", 0))
+    least = getattr(scheduler, "prefill_decode_interval_min_bs", 0)  # not in SGLang 0.5.22
+    if not rounds or len(running.reqs) < least:
         return 0
     others_decode = scheduler.require_mlp_sync and scheduler.last_batch is not None
     return rounds if running.reqs or others_decode else 0

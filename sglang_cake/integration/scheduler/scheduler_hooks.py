@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_cake.core.errors import CakeError
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
-from sglang_cake.integration.compat import request_source, signature, spare_metadata
+from sglang_cake.integration.compat import request_source, spare_metadata
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.request.request_keys import keep_apart_from_adapters, key_of_client
 from sglang_cake.integration.scheduler import queue_order
@@ -62,8 +62,7 @@ def install() -> None:
     register(f"{_BATCH}.prepare_for_extend", _prepare, HookType.AROUND, unsafe=True)
     # If it fails, the tree may have KV of another namespace.
     register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER, unsafe=True)
-    if signature(_REQ, "build_rebootstrap_payload") is not None:  # not in every checked version
-        register(f"{_REQ}.build_rebootstrap_payload", _recomputed, HookType.AFTER)
+    register(f"{_REQ}.build_rebootstrap_payload", _recomputed, HookType.AFTER)
     register(f"{_SCHEDULER}.process_decode_queue", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
     register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
