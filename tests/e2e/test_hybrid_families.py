@@ -159,7 +159,7 @@ class TestFamily(Meeting):
     pass
 
 
-@of_families("mellum-2-ranks")  # states on one rank are in test_hybrids.py
+@of_families("qwen3.5", "mellum-2-ranks")  # two ranks, and states; both in one server is breadth
 class TestFamilyCrowded(Crowding):
     pass
 
