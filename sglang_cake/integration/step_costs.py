@@ -46,9 +46,9 @@ from sglang_cake.loading.planner import (
 )
 
 # Weight of the newest decode step in the time of one.
-_NEWEST_ROUND = 0.1
-# It takes at most so many times as long as the newest one.
-_MOST_ROUNDS = 4.0
+_NEWEST_SHARE = 0.1
+# The known time of a decode step is at most so many times that of the newest one.
+_MOST_TIMES_NEWEST = 4.0
 
 
 class StepTimer(Protocol):
@@ -126,8 +126,8 @@ class StepCosts:
         self._work = StepWork()  # of the step being scheduled or under way
         self._launched: deque[_LaunchedStep] = deque()  # a few: polls take out those that are over
         self._decodes = 0  # requests that decode in steps that prefill
-        self._rounds = 0  # decode steps after each step that prefills
-        self._round_s = 0.0  # of a decode step; 0: none was measured
+        self._decode_steps = 0  # decode steps after each step that prefills
+        self._decode_step_s = 0.0  # of a decode step; 0: none was measured
         self._decoded_s: float | None = None  # time of the last poll, if the step before it decoded
         self._agreed = SharedCosts(prior, 0.0, ())
         self._least_stall_s = 0.0  # no loads stall before that
@@ -171,7 +171,7 @@ class StepCosts:
             loader.tier_costs,
             loader.tier_silence_s,
             loader.measured_tiers,
-            self._round_s,
+            self._decode_step_s,
         )
 
     def agree(self, shared: SharedCosts) -> None:
@@ -201,12 +201,12 @@ class StepCosts:
         """Predicted time until the step being scheduled is over, as the ranks agreed."""
         return self._agreed.busy_s + self.agreed.work_s(self._work)
 
-    def scheduling(self, *, decodes: int, rounds: int = 0) -> None:
-        """A step is being scheduled, in which `decodes` requests decode. If it prefills, `rounds`
-        decode steps follow before another step may."""
+    def scheduling(self, *, decodes: int, decode_steps: int = 0) -> None:
+        """A step is being scheduled, in which `decodes` requests decode. If it prefills,
+        `decode_steps` follow before another step may."""
         self._work = StepWork(decodes=decodes)
         self._decodes = decodes
-        self._rounds = rounds
+        self._decode_steps = decode_steps
 
     def claimed(self, start: int, stop: int) -> None:
         """The step being scheduled prefills `[start, stop)` of a request."""
@@ -232,9 +232,9 @@ class StepCosts:
         if decode and self._decoded_s is not None:
             took_s = now_s - self._decoded_s
             # The first one may have compiled kernels, and SGLang may have paused before others.
-            known_s = min(self._round_s or took_s, _MOST_ROUNDS * took_s)
+            known_s = min(self._decode_step_s or took_s, _MOST_TIMES_NEWEST * took_s)
             newest_s = min(took_s, 2 * known_s)
-            self._round_s = known_s + _NEWEST_ROUND * (newest_s - known_s)
+            self._decode_step_s = known_s + _NEWEST_SHARE * (newest_s - known_s)
         self._decoded_s = now_s if decode else None
 
     def polled(self) -> None:
@@ -265,7 +265,7 @@ class StepCosts:
     @property
     def pause_s(self) -> float:
         """Predicted time between a step that prefills and the next one that may."""
-        return self._rounds * self._agreed.round_s
+        return self._decode_steps * self._agreed.decode_step_s
 
     def decision_at_arrival(
         self, record: PromptRecord, config: CakeConfig, ahead: StepWork

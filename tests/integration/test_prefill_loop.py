@@ -22,7 +22,7 @@ from sglang_cake.config import ENABLED_ENV
 from sglang_cake.integration import plugin
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
-from sglang_cake.integration.scheduler.prefill_adder import decode_rounds
+from sglang_cake.integration.scheduler.prefill_adder import decode_steps_between
 from sglang_cake.loading.cost_model import PrefillCost, PromptCosts
 
 BUDGET, STEPS, WINDOW = 40, 400, 24
@@ -245,7 +245,7 @@ def returns_in(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch) -> int:
         (0, False, "prefill", 0),
     ],
 )
-def test_prefill_decode_interval_counts_rounds_in_which_a_rank_has_a_batch(
+def test_prefill_decode_interval_counts_decode_steps_in_which_a_rank_has_a_batch(
     running: int, synced: bool, last_batch: str | None, expected: int
 ) -> None:
     scheduler: Any = SimpleNamespace(
@@ -254,4 +254,4 @@ def test_prefill_decode_interval_counts_rounds_in_which_a_rank_has_a_batch(
         require_mlp_sync=synced,
         last_batch=last_batch,
     )
-    assert decode_rounds(scheduler, SimpleNamespace(reqs=[None] * running)) == expected  # type: ignore[arg-type]
+    assert decode_steps_between(scheduler, SimpleNamespace(reqs=[None] * running)) == expected  # type: ignore[arg-type]

@@ -287,10 +287,10 @@ def test_rank_consensus_time_of_a_decode_step_is_the_smallest_of_all_ranks() -> 
     found = reduced(
         [[], []],
         lambda consensus, rank: consensus.agree(
-            [], [], SharedCosts(ANY, 0.5, (), round_s=(0.02, 0.03)[rank])
+            [], [], SharedCosts(ANY, 0.5, (), decode_step_s=(0.02, 0.03)[rank])
         ),
     )
-    assert [shared.round_s for _, shared in found] == [0.02] * 2
+    assert [shared.decode_step_s for _, shared in found] == [0.02] * 2
 
 
 def test_rank_consensus_block_counts_in_the_slowest_tier_that_a_rank_reads_it_from() -> None:

@@ -238,10 +238,10 @@ def test_step_costs_decode_steps_after_a_prefill_count_in_each_step_of_a_prompt(
             step_costs.ran(decode=True)
             io.now_s += took_s
         step_costs.ran(decode=False)
-    round_s = step_costs.measured_here.round_s
-    assert round_s == pytest.approx(0.02)
-    step_costs.agree(SharedCosts(COST, 0.0, (), round_s=round_s))
-    step_costs.scheduling(decodes=0, rounds=10)
+    decode_step_s = step_costs.measured_here.decode_step_s
+    assert decode_step_s == pytest.approx(0.02)
+    step_costs.agree(SharedCosts(COST, 0.0, (), decode_step_s=decode_step_s))
+    step_costs.scheduling(decodes=0, decode_steps=10)
     assert step_costs.costs(LIVE).prefill.fixed_s == pytest.approx(COST.fixed_s + 0.2)
     assert step_costs.costs(LIVE).others_s == 0.0
     step_costs.claimed(0, 100)
@@ -260,7 +260,7 @@ def test_step_costs_decode_step_that_compiled_does_not_count_for_long(
             step_costs.ran(decode=True)
             io.now_s += took_s
         step_costs.ran(decode=True)
-    assert step_costs.measured_here.round_s < 0.03
+    assert step_costs.measured_here.decode_step_s < 0.03
 
 
 def test_step_costs_waiting_for_kv_is_not_part_of_the_cost(

@@ -115,7 +115,7 @@ class CakePrefillAdder(PrefillAdder):
         self._waiting_slots = {}
         # With mixed chunks, requests that decode share the step.
         self._decodes = len(self.running_batch.reqs) if scheduler.is_mixed_chunk else 0
-        self._rounds = decode_rounds(scheduler, self.running_batch)
+        self._decode_steps = decode_steps_between(scheduler, self.running_batch)
         self._begin()
 
     def add_chunked_req(self, req: "Req") -> "Req | None":
@@ -256,7 +256,9 @@ class CakePrefillAdder(PrefillAdder):
         coordinator = self._cake()[1]
         if coordinator is not None:
             coordinator.new_adapters = coordinator.held_adapters = set()
-            coordinator.step_costs.scheduling(decodes=self._decodes, rounds=self._rounds)
+            coordinator.step_costs.scheduling(
+                decodes=self._decodes, decode_steps=self._decode_steps
+            )
             coordinator.spare_slots = self.rem_total_tokens
             # With what the tree has of them, which is not locked.
             left = self.rem_total_tokens
@@ -604,15 +606,15 @@ def _first(stops: Iterable[int | None]) -> int | None:
     return min((stop for stop in stops if stop is not None), default=None)
 
 
-def decode_rounds(scheduler: "Scheduler", running: "ScheduleBatch") -> int:
-    """How many steps that only decode SGLang runs after a step that prefills. If nothing decodes,
-    these rounds take no time. With DP attention, a rank has a batch while others decode."""
-    rounds = int(getattr(scheduler, "prefill_decode_interval", 0))
+def decode_steps_between(scheduler: "Scheduler", running: "ScheduleBatch") -> int:
+    """How many decode steps SGLang runs between two steps that prefill. If nothing decodes, they
+    take no time. With DP attention, a rank has a batch while others decode."""
+    decode_steps = int(getattr(scheduler, "prefill_decode_interval", 0))
     least = getattr(scheduler, "prefill_decode_interval_min_bs", 0)  # not in SGLang 0.5.22
-    if not rounds or len(running.reqs) < least:
+    if not decode_steps or len(running.reqs) < least:
         return 0
     others_decode = scheduler.require_mlp_sync and scheduler.last_batch is not None
-    return rounds if running.reqs or others_decode else 0
+    return decode_steps if running.reqs or others_decode else 0
 
 
 def others_fit(scheduler: "Scheduler", running: "ScheduleBatch", chunked: "Req") -> bool:

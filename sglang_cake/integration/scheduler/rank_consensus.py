@@ -43,7 +43,7 @@ class SharedCosts(NamedTuple):
         tiers: the cost of loads, by tier.
         silence_s: as in `TierLoads`.
         measured: by tier, whether this rank has read from it lately; empty: from all of them.
-        round_s: the time of a step that only decodes; 0: this rank has measured none.
+        decode_step_s: the time of a step that only decodes; 0: this rank has measured none.
     """
 
     prefill: PrefillCost
@@ -51,7 +51,7 @@ class SharedCosts(NamedTuple):
     tiers: tuple[LoadCost, ...]
     silence_s: tuple[float, ...] = (0.0,) * MOST_TIERS
     measured: tuple[bool, ...] = ()
-    round_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 class Vote(NamedTuple):
@@ -163,7 +163,7 @@ def _pack_shared(shared: SharedCosts) -> list[float]:
     """[time until the device is free, time of a decode step, cost of steps..., silence by tier...,
     measured cost of loads by tier..., cost of loads by tier...]. The last three kinds of numbers
     are negative, so that the largest one of all ranks counts."""
-    numbers = [shared.busy_s, shared.round_s, *shared.prefill.numbers]
+    numbers = [shared.busy_s, shared.decode_step_s, *shared.prefill.numbers]
     numbers += [-silence_s for silence_s in shared.silence_s]
     costs = [[-number for number in astuple(cost)] for cost in shared.tiers]
     measured = shared.measured or (True,) * len(costs)
@@ -188,7 +188,7 @@ def _unpack_shared(shared: SharedCosts, numbers: list[float]) -> SharedCosts:
     return SharedCosts(
         prefill=shared.prefill.with_numbers(numbers[2:prefill_end]),
         busy_s=numbers[0],
-        round_s=numbers[1],
+        decode_step_s=numbers[1],
         tiers=tuple(LoadCost(a, b, c, d, e, int(depth)) for a, b, c, d, e, depth in tiers),
         silence_s=silence_s,
     )
