@@ -38,7 +38,7 @@ class BlockState(IntEnum):
     ABSENT = 0  # not stored, as far as is known: compute it
     WANTED = 1  # stored, and not loaded yet
     LANDED = 2  # its checked bytes are on every rank, waiting for the front
-    GONE = 3  # it could not be loaded, or its bytes were given up: compute it
+    GONE = 3  # it could not be loaded, or its bytes were given up: a step has to compute it
     # It did not come from the loader: the tree held it, it was computed, or the step being
     # scheduled computes it.
     CLAIMED = 4
@@ -50,10 +50,10 @@ class Event(IntEnum):
 
     FIND = 0  # the lookup answers that it is stored
     LAND = 1  # every rank has fetched and checked its bytes
-    LOSE = 2  # it could not be loaded, or is of no use any more
+    LOSE = 2  # it could not be loaded, or loading it is not worth while any more
     DROP = 3  # its landed bytes were given up
     CLAIM = 4  # the step being scheduled computes it
-    PASS = 5  # the tree holds it already: the front moved over it
+    PASS = 5  # the tree holds it already, so the front moved over it
     ATTACH = 6  # its landed bytes joined the tree
     EVICT = 7  # the tree has evicted it: the front moved back over it
 

@@ -227,8 +227,8 @@ class Writer:
             logger.warning("blocks are not stored: %s", error)
 
 
-# Inside a prompt, an end state is saved only if this many times as many blocks as it has end blocks
-# lie between it and the previous one. At the end of a prompt, as many are enough.
+# Inside a prompt, an end state of n end blocks is saved only if at least n * END_SPACING blocks lie
+# between it and the previous one; at the end of a prompt, n blocks.
 END_SPACING = 8
 
 FindEnd = Callable[[int], EndSlots | None]

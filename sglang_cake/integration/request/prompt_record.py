@@ -134,8 +134,7 @@ class AgreedLoads:
         now_s: the shared clock (`Vote`) at the last update.
         load_from: blocks from this one on are worth loading; None: no block is.
         ever_asked: whether any block was ever worth loading, or has landed.
-        link_idle: the last update said so (`LoadUpdate`), and had no fetched block: not even a
-            block that waited in its buffer for this update.
+        link_idle: the last update said so (`LoadUpdate`), and nothing was fetched in it.
     """
 
     lookup_done: bool = False
