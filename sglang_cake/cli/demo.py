@@ -34,7 +34,7 @@ from sglang_cake.demo.sglang_server import (
 from sglang_cake.demo.smollm2 import NAME as SMOLLM2
 from sglang_cake.demo.smollm2 import smollm2
 from sglang_cake.simulator.shapes import find_shape, kv_token_bytes
-from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.open_store import check_sources, parse_sources
 
 BLOCK_TOKENS = 128
 CHUNK_TOKENS = 512
@@ -183,8 +183,7 @@ def _prepare(
     else:
         folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="store-", dir=out))
         stores = [Path(folder).as_uri()]
-    for source in parse_sources(",".join(_throttled(stores, 1e6))):
-        source.check()
+    check_sources(parse_sources(",".join(_throttled(stores, 1e6))))
     return Setting(
         model=model.resolve(),
         gpu=gpu,

@@ -15,7 +15,7 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import CakeError, ConfigError
 from sglang_cake.integration.boundary import BOUNDARY, register
 from sglang_cake.integration.compat import answer_without_admin_key, is_hooked, tokenizer_manager
-from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.open_store import check_sources, parse_sources
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -103,8 +103,7 @@ def _parse(body: bytes) -> str:
 
 
 def _check(store: str) -> None:
-    for source in parse_sources(store, "lru"):
-        source.check()
+    check_sources(parse_sources(store, "lru"))
 
 
 async def _change_store(manager: Any, store: str | None) -> None:

@@ -40,7 +40,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported,
     unsupported_when_resolved,
 )
-from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.open_store import check_sources, parse_sources
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -208,8 +208,7 @@ def _configure(record: "ServerArgs", enable: bool, given: dict[str, Any], *, on_
     config = read_settings(given, spell)
     _refuse(reason_as_given(record, config, switch))
     _refuse(next(machine_faults(config), None))
-    for source in parse_sources(config.store, config.eviction_policy):
-        source.check()
+    check_sources(parse_sources(config.store, config.eviction_policy))
     if not _wants_cake(record):  # a sealed record refuses to be written, even with an equal value
         record.radix_cache_backend = BACKEND
     if config.runahead_peers is not None and record.cuda_graph_backend_prefill is None:

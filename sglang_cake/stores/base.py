@@ -284,7 +284,8 @@ class StoreSource(Protocol):
     """
 
     def check(self) -> None:
-        """Check, before a model is loaded, whether the store can be used at all.
+        """Check, before a model is loaded, whether the store can be used at all. Other tiers are
+        checked at the same time, in other threads.
 
         Faults that may be temporary (a server that is down) are not reported.
         Raises: ConfigError, one line that says what to do.

@@ -29,6 +29,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import one_line
 from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.threads import DaemonPool, submit
 from sglang_cake.stores.base import (
     CountedStore,
     LazyStore,
@@ -285,6 +286,19 @@ def parse_sources(
         )
         for url in split_urls(text)
     ]
+
+
+def check_sources(sources: Sequence[StoreSource]) -> None:
+    """Call the `check` of every source, each in a thread of its own, so that servers that do not
+    answer are waited for once.
+
+    Raises: ConfigError of the first tier that has one.
+    """
+    pool = DaemonPool(len(sources), "cake-check")
+    checks = [submit(pool, source.check) for source in sources]
+    pool.shutdown(wait=False)
+    for check in checks:
+        check.result()
 
 
 def _source(url: StoreUrl) -> StoreSource:

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,6 +258,25 @@ def test_engine_keywords_set_settings_and_bad_ones_raise(
     assert "no multiple of the page size 48" in paged["error"]
     assert by_hand["env"]["SGLANG_CAKE_ENABLED"] == "1"
     assert all(result["stderr"] == [] for result in (bad, unknown, lonely, paged))
+
+
+def test_flags_stores_of_a_server_are_asked_at_once(probe: Probe, llama: str) -> None:
+    asked = threading.Barrier(2)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.wait(60)  # a store that is asked alone gets no answer, and passes
+            self.send_error(401)
+
+    with ExitStack() as ending:
+        servers = [ending.enter_context(HTTPServer(("127.0.0.1", 0), Handler)) for _ in range(2)]
+        for server in servers:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+        first, second = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+        flags = ["--enable-cake", "--cake-store", f"{first},{second}"]
+        (result,) = probe({"argv": ["--model-path", llama, *flags]})
+    assert result["exit"] == 2
+    assert f"{first}: GET was answered 401" in result["stderr"][0]
 
 
 def test_flags_unsupported_model_kind_is_refused_when_resolved(

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ from sglang_cake.stores.file.disk import file_system_type
 from sglang_cake.stores.file.file_store import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
 from sglang_cake.stores.file.scan import stats_in
-from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.open_store import check_sources, parse_sources
 from sglang_cake.stores.url import parse_bandwidth, parse_size, split_urls
 from sglang_cake.testing.store_contract import key_of
 
@@ -288,6 +290,27 @@ def test_default_source_on_a_file_system_without_a_size_raises_config_error(monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=rf"{tmp_path} has no fixed size\): name one"):
         default_source()
+
+
+def test_check_sources_wait_at_once_and_the_first_tier_with_an_error_is_named():
+    met, second_failed = threading.Barrier(3), threading.Event()
+
+    def passes():
+        met.wait(60)
+
+    def fails():
+        met.wait(60)
+        assert second_failed.wait(60)
+        raise ConfigError("the first")
+
+    def fails_sooner():
+        met.wait(60)
+        second_failed.set()
+        raise ConfigError("the second")
+
+    checks = [passes, fails, fails_sooner]
+    with pytest.raises(ConfigError, match="the first"):
+        check_sources([SimpleNamespace(check=check) for check in checks])
 
 
 def test_file_source_check_creates_an_empty_private_folder(tmp_path):
