@@ -419,7 +419,8 @@ class HttpSource:
     reads_count: bool = True  # whether the server counts a GET as a use of the block
 
     def check(self) -> None:
-        """Check that the files can be read, and that the server, if it answers, takes the token.
+        """Check that the files can be read, and that the server, if it answers, has a certificate
+        that is trusted and takes the token.
 
         A server that does not answer is not reported: it may start later.
 
@@ -431,6 +432,14 @@ class HttpSource:
             io.run(self._ask(), CHECK_S)
         except RemoteError as error:
             raise ConfigError(f"{self.base}: {error}") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            found = error.certificate_error
+            why = found.verify_message if isinstance(found, ssl.CertificateError) else found
+            raise ConfigError(
+                f"{self.base}: its certificate is refused: {one_line(why)}; it needs one that is "
+                "valid now, for this host, and from a CA of this machine or of the file of "
+                "?ca=/path in the URL"
+            ) from None
         except (aiohttp.ClientError, OSError):  # includes TimeoutError
             pass
         finally:

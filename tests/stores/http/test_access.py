@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import ssl
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -114,6 +115,32 @@ def test_http_source_check_of_a_silent_server_passes(monkeypatch):
     monkeypatch.setattr("sglang_cake.stores.http.http_store.CHECK_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         parse_sources(f"http://127.0.0.1:{silent.getsockname()[1]}")[0].check()
+
+
+@pytest.mark.parametrize(
+    ("host", "trusted", "expired", "why"),
+    [
+        ("127.0.0.1", False, False, "self-signed certificate"),
+        ("localhost", True, False, "Hostname mismatch, certificate is not valid for 'localhost'."),
+        ("127.0.0.1", True, True, "certificate has expired"),
+    ],
+    ids=["unknown CA", "another host", "expired"],
+)
+def test_http_source_check_of_a_refused_certificate_says_what_to_set(
+    tmp_path, home, host, trusted, expired, why
+):
+    cert, key = make_certificate(tmp_path)
+    if expired:
+        command = ["openssl", "x509", "-in", cert, "-signkey", key, "-days", "-1", "-out", cert]
+        subprocess.run(command, check=True, capture_output=True)
+    with ServerInProcess(tmp_path / "root", tls=(cert, key)) as server:
+        base = f"https://{host}:{server.port}"
+        with pytest.raises(ConfigError) as error:
+            parse_sources(f"{base}?ca={cert}" if trusted else base)[0].check()
+    assert str(error.value) == (
+        f"{base}: its certificate is refused: {why}; it needs one that is valid now, for this "
+        "host, and from a CA of this machine or of the file of ?ca=/path in the URL"
+    )
 
 
 def test_store_serve_prints_a_url_that_clients_can_use(tmp_path, home):
