@@ -45,11 +45,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; a `CakeError` is one line on stderr and exit status 2.
 
-    Ctrl-C and a full disk are one line too. If the reader of stdout has ended
+    Ctrl-C and a full disk are one line too. Without `argv`, Ctrl-C ends the process at once: Python
+    would wait for threads, in which a call to a store may hang. If the reader of stdout has ended
     (`sglang-cake plan ... | head`), the command ends silently, with the status of a process that
     SIGPIPE ended. SIGPIPE itself stays ignored: sockets of servers and stores break too, and that
     must not end the process.
     """
+    is_program = argv is None
     try:
         try:
             argv = sys.argv[1:] if argv is None else argv
@@ -77,7 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if is_program:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would end in a traceback
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        clear_line = "\r\x1b[K" if is_terminal else ""  # of ^C, and of a progress bar
+        print(f"{clear_line}interrupted", file=sys.stderr, flush=True)
+        if is_program:
+            os._exit(130)
         return 130
     return status
 

@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +21,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest, Namespace
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.threads import run_in_own_thread
+from sglang_cake.core.threads import DaemonPool, run_in_own_thread, submit
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
 from sglang_cake.stores.encrypted import EncryptedSource
 from sglang_cake.stores.file.disk import FOLDER_BYTES, free_bytes
@@ -34,6 +36,10 @@ DEFAULT_DEPTH = 8
 SHORT_DIGEST = 12  # hex digits of a namespace in tables; as a prefix, they select it again
 BESIDE_BLOCK_BYTES = HEADER_BYTES + 4 * FOLDER_BYTES  # at most, with what rounding up takes
 BESIDE_ALL_BYTES = 1 << 20  # the description of the namespace, and the growth of the index
+
+STEP_S = 0.1  # in which a signal takes effect
+LOOP_S = 2.0  # in which the event loop of a tool runs, unless a call hangs in it
+NOTICE_S = 5.0  # after an interrupt, until a line says how to end without waiting
 
 
 class FullStore(ConfigError):
@@ -268,19 +274,63 @@ def add_url_and_json(parser: argparse.ArgumentParser, run: Any) -> None:
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse from a coroutine function. SIGTERM interrupts it as Ctrl-C does, and at
-    once where it does not await."""
+    """A `run` for argparse from a coroutine function. SIGTERM interrupts it as Ctrl-C does.
+
+    An interrupt cancels the tool, and waits until it has cleaned up. It does not wait for a tool
+    that hangs in a call of its event loop, nor for threads. A second interrupt waits for nothing.
+    """
 
     def run(args: argparse.Namespace) -> int:
         if threading.current_thread() is not threading.main_thread():  # which alone gets signals
             return asyncio.run(tool(args))
+        started: Future[Callable[[], object]] = Future()  # cancels the tool
+        cancelling, ended, closed = threading.Event(), threading.Event(), threading.Event()
+
+        async def cancellable() -> int:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+
+            def cancel() -> None:
+                cancelling.set()
+                task.cancel()
+
+            started.set_result(lambda: loop.call_soon_threadsafe(cancel))
+            try:
+                return await tool(args)
+            finally:
+                ended.set()
+
         former = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            return asyncio.run(tool(args))
+            # This thread stays free: a signal has no effect in a system call that a disk holds up.
+            pool = DaemonPool(1, "cake-tool")
+            called = submit(pool, lambda: asyncio.run(cancellable()))
+            pool.shutdown(wait=False)
+            called.add_done_callback(lambda _: closed.set())
+            _wait(closed)
+            return called.result()
+        except KeyboardInterrupt:
+            with suppress(RuntimeError):  # the loop is closed: it has ended
+                started.result()()
+            if _wait(cancelling, LOOP_S) and not _wait(ended, NOTICE_S):
+                text = "calls to the store have not ended: Ctrl-C ends without them"
+                print(text, file=sys.stderr, flush=True)
+                _wait(ended)
+            raise
         finally:
             signal.signal(signal.SIGTERM, former)
 
     return run
+
+
+def _wait(event: threading.Event, at_most_s: float = math.inf) -> bool:
+    """As `event.wait`, in steps: the system may give a signal to any thread, and it interrupts no
+    wait of the others."""
+    end_s = time.monotonic() + at_most_s
+    while not event.wait(STEP_S):
+        if time.monotonic() >= end_s:
+            return False
+    return True
 
 
 @contextmanager

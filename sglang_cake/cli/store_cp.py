@@ -29,6 +29,7 @@ from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.threads import run_in_own_thread
 from sglang_cake.stores.base import BlockInfo, Store
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 
@@ -69,7 +70,7 @@ def add_cp(subparsers: Any) -> None:
 async def _cp(args: argparse.Namespace) -> int:
     source, destination = one_store(args.url), one_store(args.to, must_exist=False)
     refuse_memory(destination)
-    destination.source.check()  # makes a missing folder
+    await run_in_own_thread(destination.source.check)  # makes a missing folder
     result = Copied()
     digest = await whole_digest([source], args.namespace)
     good, result.unreadable_namespaces = await readable(source, digest)

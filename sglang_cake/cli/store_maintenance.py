@@ -271,7 +271,8 @@ async def _clear(args: argparse.Namespace) -> int:
     found = [(named, *await readable(named, digest)) for named in stores]
     count = sum(len(good) + len(bad) for _, good, bad in found)
     if not args.yes:
-        _ask(f"Delete all blocks of {count} namespaces in {args.url}?")
+        question = f"Delete all blocks of {count} namespaces in {args.url}?"
+        await run_in_own_thread(_ask, question)
     results = []
     for named, good, bad in found:
         deleted = 0

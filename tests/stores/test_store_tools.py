@@ -789,10 +789,9 @@ def environment():
     return os.environ | {"PYTHONPATH": str(Path(sglang_cake.__file__).parent.parent)}
 
 
-def process(*arguments, **options):
-    command = [sys.executable, "-m", "sglang_cake", "store", *map(str, arguments)]
+def process(*arguments, program=("-m", "sglang_cake"), **options):
     return subprocess.Popen(
-        command,
+        [sys.executable, *program, "store", *map(str, arguments)],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -898,14 +897,115 @@ def test_store_verify_on_a_terminal_shows_progress_and_clean_json(root):
 
 def test_store_tools_sigterm_ends_a_tool_that_does_not_await():
     former = signal.getsignal(signal.SIGTERM)
+    go = threading.Event()
 
     async def tool(args):
         os.kill(os.getpid(), signal.SIGTERM)
+        go.wait()
         return 0
 
     with pytest.raises(KeyboardInterrupt):
         run_tool(tool)(None)
     assert signal.getsignal(signal.SIGTERM) is former
+    go.set()
+
+
+HANGING = """
+import os, socket, sys, threading
+from sglang_cake.cli import main, named_stores
+from sglang_cake.stores.file import file_store  # imports, before the disk hangs
+
+def hang(*args, **options):
+    print("hangs", file=sys.stderr, flush=True)
+    while True:
+        threading.Event().wait()
+
+named_stores.NOTICE_S = 0.01
+{call} = hang
+sys.exit(main())
+"""
+
+
+def hanging_process(call, *arguments):
+    """A tool, after `call` has been called, which never returns, as on a dead disk."""
+    tool = process(
+        *arguments,
+        program=("-c", HANGING.format(call=call)),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert tool.stderr.readline() == "hangs\n"
+    return tool
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+@pytest.mark.parametrize(
+    ("call", "remote"),
+    [("socket.getaddrinfo", True), ("os.scandir", False), ("file_store.check_ours", False)],
+    ids=["name server", "disk, in a thread", "disk, in the loop"],
+)
+def test_store_ls_interrupted_while_a_call_hangs_ends(root, sent, call, remote):
+    with hanging_process(call, "ls", "http://kv-host" if remote else url_of(root)) as listing:
+        try:
+            listing.send_signal(sent)
+            _, err = listing.communicate(timeout=60)
+        finally:
+            listing.kill()
+    assert (listing.returncode, err) == (130, "interrupted\n")
+
+
+def test_store_verify_interrupted_twice_leaves_reads_that_hang(root):
+    with hanging_process("os.preadv", "verify", url_of(root), "--depth", "1") as verifying:
+        try:
+            verifying.send_signal(signal.SIGINT)
+            assert verifying.stderr.readline() == (
+                "calls to the store have not ended: Ctrl-C ends without them\n"
+            )
+            verifying.send_signal(signal.SIGINT)
+            _, err = verifying.communicate(timeout=60)
+        finally:
+            verifying.kill()
+    assert (verifying.returncode, err) == (130, "interrupted\n")
+
+
+@contextlib.contextmanager
+def on_a_terminal(*command):
+    """A process with a terminal, and what the terminal shows."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdin=theirs,
+            stderr=theirs,
+            env=environment(),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        os.close(theirs)
+        try:
+            yield process, screen
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_store_ls_interrupted_on_a_terminal_clears_its_line(root):
+    hanging = HANGING.format(call="file_store.check_ours")
+    with on_a_terminal("-c", hanging, "store", "ls", url_of(root)) as (listing, screen):
+        assert b"hangs" in screen.read(4096)
+        listing.send_signal(signal.SIGINT)
+        assert listing.wait(60) == 130
+        assert screen.read(4096).endswith(b"\r\x1b[Kinterrupted\r\n")
+
+
+def test_store_clear_interrupted_at_its_question_deletes_nothing(root):
+    before = files_of(root)
+    command = ("-m", "sglang_cake", "store", "clear", url_of(root))
+    with on_a_terminal(*command) as (clearing, screen):
+        assert b"[y/N] " in screen.read(4096)
+        clearing.send_signal(signal.SIGINT)
+        assert clearing.wait(60) == 130
+        assert screen.read(4096) == b"\r\x1b[Kinterrupted\r\n"
+    assert files_of(root) == before
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
