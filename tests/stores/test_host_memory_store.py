@@ -736,6 +736,33 @@ async def test_memory_tier_keeps_a_block_that_the_tier_below_refuses(error):
         assert await held.in_memory("a") == [], "it waits for no write any more"
 
 
+async def test_memory_tier_put_of_a_block_that_the_tier_below_lacks_is_written_there_once():
+    async with opened_memory() as held:
+        held.outage.error = StoreUnavailable("down")
+        await held.put("a")
+        await held.quiet()
+        held.outage.error = None
+        for _ in range(3):  # with MLA, another rank does not find the block
+            assert await held.store.contains([key_of("a")]) == [True]
+            assert not await held.store.put(key_of("a"), block_of("a")), "memory has it"
+            await held.quiet()
+            assert held.is_below("a")
+        assert held.calls.keys_of("put").count(key_of("a")) == 2, "one of them failed"
+        await held.put("b", "c", "d", "e")
+        assert await held.in_memory("a") == [], "it waits for no write any more"
+
+
+async def test_memory_tier_put_of_a_block_that_is_being_written_below_waits_once():
+    async with opened_memory() as held:
+        held.gate.clear()
+        await held.put("a")
+        assert await held.store.contains([key_of("a")]) == [True]
+        assert not await held.store.put(key_of("a"), block_of("a"))
+        held.gate.set()
+        await held.quiet()
+        assert held.calls.keys_of("put") == [key_of("a")]
+
+
 async def test_memory_tier_deleted_block_is_not_written_later():
     async with opened_memory() as held:
         held.gate.clear()

@@ -4,7 +4,7 @@
 - A read goes to a tier in memory that has the block, or else to the tier that should deliver the
   block first (`link_speed`). After a failure it goes to the next tier that has the block.
 - A put goes to the first tier that takes the block, and to the others in the background
-  (`tier.CopyQueue`).
+  (`tier.CopyQueue`). If memory has the block already, it goes to the others that lack it.
 - A block that is read from a lower tier is copied to the tiers above: to a tier in memory if its
   eviction policy prefers the block to a stored one, to other tiers at the second read
   (`PromoteOnSecondRead`).
@@ -293,7 +293,8 @@ class TieredStore(Store):
         raise _first_by_precedence(errors)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `Store`: first tier that takes the block now, other tiers in the background."""
+        """As in `Store`: first tier that takes the block now, other tiers in the background. If
+        memory has it already: those other tiers that the last lookup did not find it in."""
         return await self.put_forms(key, _same_for_all(data))
 
     async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:
@@ -317,10 +318,14 @@ class TieredStore(Store):
             except StoreError as error:
                 errors.append(error)
                 continue
+            lacking = self._locations.of(key).lacking
             self._locations.learn(key, asked=tier.bit, having=tier.bit)
-            if fresh:
-                others = [t for t in self.tiers if t not in usable[:tried]]
-                await self._copy(key, form_of, others, _Stored(tier, data))
+            others = [t for t in self.tiers if t not in usable[:tried]]
+            if not fresh:
+                # Another process that needs the block does not find it in memory of this one.
+                lacking = 0 if tier.memory is None else lacking
+                others = [t for t in others if t.bit & lacking]
+            await self._copy(key, form_of, others, _Stored(tier, data))
             return fresh
         raise _first_by_precedence(errors or [StoreUnavailable("all tiers are left out")])
 
