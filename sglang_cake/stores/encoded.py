@@ -17,7 +17,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.core.threads import DaemonPool, check_stop, run_in_own_thread, run_stoppable
 from sglang_cake.stores.base import LentBlock, Store, WrapperStore, count_read, count_written
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.link_speed import LinkSpeed
@@ -181,7 +181,7 @@ class EncodedStore(WrapperStore):
             pool.shutdown(wait=False, cancel_futures=True)
         await self.inner.close()
         for pool in (self._threads.decode, self._threads.encode):
-            await asyncio.to_thread(pool.shutdown)
+            await run_in_own_thread(pool.shutdown)
 
     @asynccontextmanager
     async def _lent(self) -> AsyncIterator[Callable[[], memoryview]]:

@@ -25,7 +25,7 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest, Namespace, digest_of
 from sglang_cake.core.secret_file import read_key
-from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.core.threads import DaemonPool, check_stop, run_in_own_thread, run_stoppable
 from sglang_cake.stores.base import (
     Store,
     StoredNamespace,
@@ -165,7 +165,7 @@ class EncryptedStore(WrapperStore):
         await self._reports.end_all()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self.inner.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        await run_in_own_thread(self._threads.shutdown)
 
     @asynccontextmanager
     async def _buffer(self, places: asyncio.Semaphore) -> AsyncIterator[memoryview]:

@@ -15,7 +15,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.core.threads import DaemonPool, check_stop, run_in_own_thread, run_stoppable
 from sglang_cake.stores.base import (
     BlockInfo,
     EvictionCounts,
@@ -146,7 +146,7 @@ class HeadSliceStore(Store):
         """Calls that have not reached the slices fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(store.close() for store in self._stores))
-        await asyncio.to_thread(self._threads.shutdown)
+        await run_in_own_thread(self._threads.shutdown)
 
     @asynccontextmanager
     async def _buffers(self, places: asyncio.Semaphore) -> AsyncIterator[list[memoryview]]:

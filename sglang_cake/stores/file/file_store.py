@@ -24,7 +24,7 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.core.threads import DaemonPool, run_stoppable, submit
+from sglang_cake.core.threads import DaemonPool, run_in_own_thread, run_stoppable, submit
 from sglang_cake.stores.base import (
     BlockInfo,
     RequestFacts,
@@ -138,11 +138,11 @@ class FileStore(Store):
         have_ended = True
         for pool in (self._readers, self._writers, self._lookups, self._checkers):
             pool.shutdown(wait=False)
-            have_ended &= await asyncio.to_thread(pool.join, max(0.0, until_s - time.monotonic()))
+            have_ended &= await run_in_own_thread(pool.join, max(0.0, until_s - time.monotonic()))
         closer = DaemonPool(1, "cake-file-close")  # last: the calls need the folder
         closed = submit(closer, self._folder.close)
         closer.shutdown(wait=False)
-        have_ended &= await asyncio.to_thread(closer.join, max(0.0, until_s - time.monotonic()))
+        have_ended &= await run_in_own_thread(closer.join, max(0.0, until_s - time.monotonic()))
         if closed.done():
             closed.result()
         if not have_ended:

@@ -4,7 +4,6 @@ The memory is private to its process and is freed when that ends, so a killed se
 behind. Schedulers on one machine divide the capacity.
 """
 
-import asyncio
 import functools
 import threading
 from collections import Counter
@@ -23,7 +22,7 @@ from sglang_cake.core.buffers import (
 )
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.core.threads import DaemonPool, check_stop, run_in_own_thread, run_stoppable
 from sglang_cake.stores.base import (
     BlockInfo,
     EvictionCounts,
@@ -123,7 +122,7 @@ class HostMemoryStore(Store):
             self._memory = None
             for pool in (self._readers, self._writers):
                 pool.shutdown(wait=False, cancel_futures=True)
-            await asyncio.to_thread(self._leave)
+            await run_in_own_thread(self._leave)
 
     def _opened(self) -> BlockMemory:
         if self._memory is None:

@@ -223,7 +223,7 @@ class MooncakeStore(Store):
         for threads in (self.reads, self._writes, self._asks):
             threads.shut()
         for threads in (self.reads, self._writes, self._asks):
-            await asyncio.to_thread(threads.wait)
+            await run_in_own_thread(threads.wait)
         joining = self._joining
         self._joining = None
         if joining is not None:
@@ -232,7 +232,7 @@ class MooncakeStore(Store):
 
     async def _leave(self, joining: asyncio.Task[MooncakeClient]) -> None:
         with contextlib.suppress(StoreUnavailable):
-            await asyncio.to_thread((await joining).close)
+            await run_in_own_thread((await joining).close)
 
     async def _call(self, threads: CallThreads, work: Callable[[MooncakeClient, Hold], T]) -> T:
         client = await self._joined()
