@@ -217,9 +217,9 @@ class CakeService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._namespace: Namespace | None = None  # None: not known yet
         self._store: Store | None = None  # the last one that was attached; none after a detach
-        self._trace: RequestTraceFile | None = None
+        trace: RequestTraceFile | None = None
         if config.record_trace is not None and writes:
-            self._trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
+            trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
         self._sources = self._parsed(config.store)  # sources of the store that is set
         self.counters = Counters()
@@ -242,6 +242,7 @@ class CakeService:
             depths=self._depths,
             prior=LoadCost(0.0, block_s),
             wake=self.waker.wake,
+            record=None if trace is None else trace.write,
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
         # A rank that gave up a late copy alone would compute another step than the others.
@@ -483,7 +484,6 @@ class CakeService:
             counters=self.counters,
             depth=self._config.queue_depth,
             on_device=self.kv.encoded,
-            trace=self._trace,
         )
 
     def _pin(self, arena: HostArena) -> bool:

@@ -432,6 +432,8 @@ class Loader:
         least_limit_s: every read may take that long.
         wake: called when a lookup has answered, and when a prompt's last block that is worth
             loading has arrived or is lost. I/O thread.
+        record: called once with the blocks of each prompt whose lookup has answered, and with its
+            facts. Must not raise. I/O thread.
     """
 
     def __init__(
@@ -445,6 +447,7 @@ class Loader:
         prior: LoadCost,
         least_limit_s: float = LEAST_LIMIT_S,
         wake: Callable[[], object] = lambda: None,
+        record: Callable[[Sequence[BlockKey], RequestFacts], object] | None = None,
     ) -> None:
         self._link = None if store is None else _StoreReads(store, depths)
         self._staging = staging
@@ -466,6 +469,7 @@ class Loader:
         self._awaits_memory = True
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
         self._wake = wake
+        self._record = record
         self._closed = False
         self._order: tuple[str | None, ...] = ()  # scheduler thread only
         self._may_use_all_buffers: str | None = None  # I/O thread only
@@ -651,6 +655,8 @@ class Loader:
         self._resume(queue)  # before the scheduler wakes: blocks that are lent are there at once
         self._wake()
         if request.facts is not None:
+            if self._record is not None:
+                self._record(keys, request.facts)
             with contextlib.suppress(StoreError):  # the store evicts without these facts
                 # The end counts as used before the blocks: without them it is of no use, and they
                 # may belong to other ends.

@@ -1,16 +1,15 @@
 """From the URLs of a setting to one open store. Every layer between a loader and its bytes is added
 here. Outermost first; a layer in brackets exists only with the setting beside it:
 
-    [RequestRecordingStore]       a trace file
-      [HeadSliceStore]            blocks of several head groups: one of all that follows for each
-        CountedStore              codec `raw`, or
-        EncodedStore              any other codec
-          [TieredStore]           several URLs, one tier each
-            LazyStore             opened at its first call
-              [EncryptedStore]    ?key_file=
-                [ThrottledStore]  ?bandwidth=
-                  HostMemoryStore, FileStore, HttpStore, S3Store, MooncakeStore, or a third
-                  party's store
+    [HeadSliceStore]            blocks of several head groups: one of all that follows for each
+      CountedStore              codec `raw`, or
+      EncodedStore              any other codec
+        [TieredStore]           several URLs, one tier each
+          LazyStore             opened at its first call
+            [EncryptedStore]    ?key_file=
+              [ThrottledStore]  ?bandwidth=
+                HostMemoryStore, FileStore, HttpStore, S3Store, MooncakeStore, or a third party's
+                store
 """
 
 import importlib
@@ -43,7 +42,6 @@ from sglang_cake.stores.encoded import CodecThreads, Encode, EncodedStore, chain
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.tier import memory_store_of
 from sglang_cake.stores.tiers.tiered_store import COPY_BYTES, TieredStore
@@ -108,7 +106,6 @@ def open_blocks(
     rope_theta: float | None = None,
     counters: Counters | None = None,
     on_device: bool = False,
-    trace: RequestTraceFile | None = None,
 ) -> Store:
     """Open the blocks of a server; the caller closes the store. With `auto` and several sources,
     the codec is chosen for each tier.
@@ -123,7 +120,6 @@ def open_blocks(
         max_error: the bound of `auto`.
         rope_theta: see `catalogue.chain_of`.
         on_device: see `EncodedStore`; ignored with codec `raw`.
-        trace: accesses are recorded there; it stays open when the store is closed.
 
     Raises: ConfigError if the codec cannot encode such blocks.
     """
@@ -173,7 +169,7 @@ def open_blocks(
     if others:
         slices = [opened(namespace, SliceCounters(counters)) for namespace in others]
         store = HeadSliceStore([store, *slices], layout, depth=reads)
-    return store if trace is None else RequestRecordingStore(store, trace)
+    return store
 
 
 def _speeds_for_auto(
@@ -241,7 +237,7 @@ def depths_of(sources: Sequence[StoreSource], depth: int | None) -> list[int]:
 
 
 def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:
-    """Layers that `open_blocks` opens for a server without a trace file. Opens nothing."""
+    """Layers that `open_blocks` opens for a server. Opens nothing."""
     tiers = tuple(StoreLayer("LazyStore", {}, (describe(source),)) for source in sources)
     inner = tiers[0] if len(tiers) == 1 else StoreLayer("TieredStore", {}, tiers)
     if codec == RAW:

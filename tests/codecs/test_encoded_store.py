@@ -40,7 +40,6 @@ from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
@@ -89,9 +88,8 @@ class TestZstdOverALink(TestZstdFiles):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("recorded", [False, True])
 async def test_encoded_store_first_block_keeps_the_first_token_exact(
-    tmp_path: Path, codec: str, recorded: bool
+    tmp_path: Path, codec: str
 ) -> None:
     store = open_blocks(
         parse_sources(f"file://{tmp_path}/kv?min_free=0&bandwidth=100MB/s"),
@@ -99,8 +97,6 @@ async def test_encoded_store_first_block_keeps_the_first_token_exact(
         codec=codec,
         depth=1,
     )
-    if recorded:
-        store = RequestRecordingStore(store, RequestTraceFile(tmp_path / "trace", 128))
     rows = {}
     for name, put in (("first", store.put_first), ("other", store.put)):
         assert await put(key_of(name), memoryview(BLOCK))

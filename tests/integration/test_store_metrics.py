@@ -18,7 +18,6 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats, WrapperStore
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.request_recording import RequestRecordingStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
@@ -189,7 +188,6 @@ async def test_events_of_an_http_store_are_counted_also_while_it_is_down(metrics
     async def use(url):
         sources = parse_sources(url)
         store = open_blocks(sources, [FRAME.namespace], LAYOUT, codec="zstd", depth=2)
-        store = RequestRecordingStore(store, None)  # it writes nothing here
         store_metrics.publish(store, await stats_of(store))
         assert of("hedges") == of("timeouts") == 0  # from the start
         before = of("retries"), of("breaker_openings")

@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 from filestore import A, B, evict, opened, until_room_is_made
@@ -31,9 +32,8 @@ from sglang_cake.stores.reported_accesses import (
     Access,
     ReportedAccesses,
 )
-from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
-from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.testing.store_contract import block_of, key_of
+from sglang_cake.stores.request_recording import RequestTraceFile
+from sglang_cake.testing.store_contract import key_of
 
 FACTS = RequestFacts("r1", 1000, "chat", 7, Benefit(load_s=0.5))
 
@@ -346,16 +346,12 @@ def test_request_facts_from_invalid_json_raise_value_error(change):
         RequestFacts.from_json(json.dumps(json.loads(FACTS.to_json()) | change))
 
 
-async def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
+def test_request_trace_file_has_one_line_per_request_and_no_keys(tmp_path):
     path = tmp_path / "trace.jsonl"
     trace = RequestTraceFile(path, 128)
-    store = RequestRecordingStore(MemoryStore(), trace)
-    await store.on_access([A, B], FACTS)
-    await store.on_access([A, B, key_of("c")], FACTS)  # the same request, later
-    await store.on_access([A], RequestFacts("r2", 128))
-    await store.put(A, block_of("a"))
-    assert await store.contains([A]) == [True]
-    await store.close()
+    trace.write([A, B], FACTS)
+    trace.write([], RequestFacts("r2", 127))
+    trace.write([A], RequestFacts("r3", 128))
     trace.close()
     text = path.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
@@ -365,6 +361,15 @@ async def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_pa
     assert A.hex()[:16] not in text
     assert str(int.from_bytes(A[:8]) >> 1) not in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_request_trace_file_on_a_full_disk_ends_with_one_line_in_the_log(caplog):
+    trace = RequestTraceFile(Path("/dev/full"), 128)
+    for _ in range(3):
+        trace.write([A], FACTS)
+    trace.close()
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
 
 
 async def test_file_store_takes_request_facts(tmp_path):
