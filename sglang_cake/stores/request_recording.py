@@ -21,20 +21,20 @@ class RequestTraceFile:
 
     The number of a block is a hash of its key with a random salt, which is never written. So the
     numbers do not reveal prompts, not even known ones, and have no meaning after a restart.
-    Nothing is appended beyond MOST_BYTES.
+    Several processes may append to it. Nothing is appended beyond MOST_BYTES.
     """
 
     def __init__(self, path: Path, block_tokens: int) -> None:
         """Mode 0600. Raises: OSError."""
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._left_bytes = MOST_BYTES - os.fstat(self._fd).st_size
+        self._has_ended = False
         self._salt = os.urandom(32)
         self._block_tokens = block_tokens
 
     def write(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """Append a line for a request, whose prompt begins with the blocks `keys`. After an error,
         which the log has, nothing more is appended."""
-        if not keys or self._left_bytes <= 0:
+        if not keys or self._has_ended:
             return
         line = {
             "t_s": time.time(),
@@ -44,16 +44,16 @@ class RequestTraceFile:
             "hash_ids": [self._name(key) for key in keys],
         }
         text = json.dumps(line).encode() + b"\n"
-        self._left_bytes -= len(text)
-        if self._left_bytes <= 0:
-            logger.warning("the recorded trace has %d bytes, and ends here", MOST_BYTES)
-            return
         try:
+            if os.fstat(self._fd).st_size + len(text) > MOST_BYTES:
+                self._has_ended = True
+                logger.warning("the recorded trace has %d bytes, and ends here", MOST_BYTES)
+                return
             # One call, since other processes write lines, too.
             if os.write(self._fd, text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._left_bytes = 0  # the last line may be a part of one
+            self._has_ended = True  # the last line may be a part of one
             logger.error("the recorded trace cannot be written, and ends here: %s", error)
 
     def _name(self, key: BlockKey) -> int:

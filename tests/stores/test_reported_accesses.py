@@ -20,6 +20,7 @@ from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores import request_recording
 from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext, Benefit
 from sglang_cake.stores.eviction.reuse_model import POOLED
@@ -361,6 +362,19 @@ def test_request_trace_file_has_one_line_per_request_and_no_keys(tmp_path):
     assert A.hex()[:16] not in text
     assert str(int.from_bytes(A[:8]) >> 1) not in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_request_trace_files_of_several_processes_have_one_limit(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(request_recording, "MOST_BYTES", 10_000)
+    path = tmp_path / "trace.jsonl"
+    traces = [RequestTraceFile(path, 128) for _ in range(4)]
+    for request in range(100):
+        for number, trace in enumerate(traces):
+            trace.write([A, B], RequestFacts(f"{number}-{request}", 256))
+    assert 9_000 < path.stat().st_size <= 10_000
+    assert len(caplog.records) == 4, "one line in the log of each process"
+    for trace in traces:
+        trace.close()
 
 
 def test_request_trace_file_on_a_full_disk_ends_with_one_line_in_the_log(caplog):
