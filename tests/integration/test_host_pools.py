@@ -1,8 +1,10 @@
 """Host memory of a scheduler process: its pools, and its registration with a GPU."""
 
+import contextlib
 import gc
 import logging
 import resource
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from system_calls import is_mapped
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import PAGE_BYTES, HostArena
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory import kv_pool
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.stores.base import StoreSource
@@ -22,17 +25,39 @@ from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 BLOCK, CPU = 16, torch.device("cpu")
+THREAD_LOCAL = 1  # of the modes of captures
 FREE_BYTES = 2**36
 
 
 class FakeCudart:
-    """Args: code: what registering ends with."""
+    """Args: code, end_code: what registering and unregistering end with.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
+    Attributes: unregistered: addresses, each with the device and the mode of captures of the thread
+        at that moment.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, code: int = 0, *, end_code: int = 0
+    ) -> None:
         self._code = code
+        self._end_code = end_code
+        self._device: torch.device | None = None
+        self._mode = 0
         self.registered: list[tuple[int, int, int]] = []
-        self.unregistered: list[int] = []
+        self.unregistered: list[tuple[int, torch.device | None, int]] = []
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", self.on_device)
+        monkeypatch.setattr(kv_pool, "exchange_capture_mode", self.exchange_capture_mode)
+
+    @contextlib.contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        self._device = device
+        yield
+        self._device = None
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        before, self._mode = self._mode, mode
+        return before
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
         self.registered.append((address, size_bytes, flags))
@@ -40,8 +65,8 @@ class FakeCudart:
 
     def cudaHostUnregister(self, address: int) -> int:
         assert is_mapped(address)
-        self.unregistered.append(address)
-        return 0
+        self.unregistered.append((address, self._device, self._mode))
+        return self._end_code
 
     def cudaGetErrorString(self, code: int) -> str:
         return f"error {code}"
@@ -67,7 +92,20 @@ def test_pin_registers_the_whole_arena_once_until_it_is_freed(
     assert cudart.unregistered == []
     del last
     gc.collect()
-    assert cudart.unregistered == [address]
+    assert cudart.unregistered == [(address, CPU, THREAD_LOCAL)]
+
+
+def test_pin_that_cannot_be_undone_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCudart(monkeypatch, end_code=2)
+    arena = HostArena([2**20], prefault=True)
+    assert pin(arena, CPU)
+    del arena
+    gc.collect()
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == "cake: 1 MiB of host memory cannot be unpinned (error 2)"
 
 
 def test_pin_refused_is_one_error_that_says_what_to_do(
@@ -94,7 +132,7 @@ async def test_memory_store_of_a_gpu_is_registered_once_with_all_its_blocks(
     ((address, size_bytes, _),) = cudart.registered
     gc.collect()
     assert size_bytes == 2**16
-    assert cudart.unregistered == [address]
+    assert cudart.unregistered == [(address, CPU, THREAD_LOCAL)]
 
 
 async def test_memory_store_that_cannot_be_pinned_lends_nothing_to_a_gpu(

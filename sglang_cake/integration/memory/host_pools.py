@@ -11,7 +11,7 @@ import torch
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import BufferPool, HostArena, buffer_counts, mib
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.kv_pool import DeviceKV, copying_thread
 
 logger = logging.getLogger("sglang_cake")
 
@@ -88,7 +88,7 @@ def pin(arena: HostArena, device: torch.device) -> bool:
     cudart: Any = torch.cuda.cudart()
     result = cudart.cudaHostRegister(arena.address, arena.size_bytes, 0)
     if int(result) == 0:
-        arena.mapping.before_unmap = partial(cudart.cudaHostUnregister, arena.address)
+        arena.mapping.before_unmap = partial(_unpin, arena.address, arena.size_bytes, device)
         return True
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)  # the first launch after the failure reports it once more
@@ -103,3 +103,16 @@ def pin(arena: HostArena, device: torch.device) -> bool:
         "infinite" if limit == resource.RLIM_INFINITY else mib(limit),
     )
     return False
+
+
+def _unpin(address: int, size_bytes: int, device: torch.device) -> None:
+    """Undo `pin`, in whatever thread the last use of the memory ends."""
+    cudart: Any = torch.cuda.cudart()
+    with copying_thread(device):
+        result = cudart.cudaHostUnregister(address)
+    if int(result) != 0:
+        logger.error(
+            "cake: %s of host memory cannot be unpinned (%s)",
+            mib(size_bytes),
+            cudart.cudaGetErrorString(result),
+        )
