@@ -24,7 +24,9 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.stores.base import CountedStore, RequestFacts, WrapperStore
 from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction.reuse_model import ReuseModel
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
+from sglang_cake.stores.memory import block_memory
 from sglang_cake.stores.memory.block_memory import MOST_PASSED, TOUCHED_AT_ONCE, BlockMemory
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -265,7 +267,24 @@ class CountedLock:
         self._lock.release()
 
 
-def test_memory_lookups_come_between_the_touches_of_a_long_prompt(monkeypatch):
+def test_memory_lookup_does_not_wait_while_the_reuse_of_blocks_is_fitted(monkeypatch):
+    found = []
+
+    def refit(model, now_s, present):
+        looking = threading.Thread(target=lambda: found.extend(names_in(memory, "abc")))
+        looking.start()
+        looking.join(5)
+        found.append("fitted")
+        return False
+
+    memory = memory_with("ab", "cake-prefix")
+    monkeypatch.setattr(ReuseModel, "refit", refit)
+    monkeypatch.setattr(block_memory, "REFRESH_S", 0.0)
+    touch(memory, "ab", 1)
+    assert found == ["a", "b", "fitted"]
+
+
+def test_memory_other_calls_come_between_the_touches_of_a_long_prompt(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Lock", CountedLock)
         memory = memory_of(4)

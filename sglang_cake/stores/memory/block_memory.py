@@ -22,7 +22,7 @@ REFRESH_S: Final = 1.0
 # An eviction passes over at most so many blocks that are not written below yet, or are another
 # tenant's, in search of a better one. The bound limits the time of an eviction.
 MOST_PASSED: Final = 64
-# Blocks of a prompt that are touched without a pause for lookups, which an event loop makes: about
+# Blocks of a prompt that are touched without a pause for calls of an event loop (`lend`): about
 # a millisecond. A prompt may have thousands.
 TOUCHED_AT_ONCE: Final = 100
 # Blocks that are lent at once, as a share of all: others can always be evicted.
@@ -111,9 +111,9 @@ class BlockMemory:
                 self._remove(block)
 
     def has(self, digest: Digest, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._lock:
-            found = [self._blocks.get((digest, key)) for key in keys]
-            return [block is not None and block.whole for block in found]
+        # Without the lock: an event loop would wait while the reuse of blocks is fitted.
+        found = [self._blocks.get((digest, key)) for key in keys]
+        return [block is not None and block.whole for block in found]
 
     def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As `Store.on_access`."""
