@@ -28,6 +28,7 @@ from sglang_cake.stores.eviction.reuse_model import ReuseModel
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory import block_memory
 from sglang_cake.stores.memory.block_memory import MOST_PASSED, TOUCHED_AT_ONCE, BlockMemory
+from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -792,6 +793,33 @@ async def test_memory_tier_deleted_block_is_not_written_later():
         await held.quiet()
         assert set(held.below.blocks) == {key_of("b")}
         assert await held.store.contains([key_of("a")]) == [False]
+
+
+class LateMemory(BlockMemory):
+    """A block is added when the test sets `go`."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def add(self, *args, **options):
+        self.begun.set()
+        self.go.wait()
+        return super().add(*args, **options)
+
+
+async def test_memory_block_deleted_while_it_is_promoted_stays_deleted():
+    memory = LateMemory(
+        capacity_bytes=PAGE, block_bytes=BLOCK, policy="lru", tenant_rules=NO_TENANT_RULES
+    )
+    async with closing(HostMemoryStore(memory, memory.close, FRAME, threads=1)) as store:
+        promoting = asyncio.create_task(store.promote(key_of("a"), block_of("a")))
+        await asyncio.to_thread(memory.begun.wait)
+        await store.delete(key_of("a"))
+        memory.go.set()
+        assert not await promoting
+        assert await store.contains([key_of("a")]) == [False]
+        assert await store.promote(key_of("a"), block_of("a")), "after it, and the memory is free"
 
 
 async def test_memory_tier_block_read_from_below_moves_up_at_once():

@@ -3,8 +3,7 @@
 import asyncio
 
 import pytest
-from faulty_stores import FaultyStore, SlowStore
-from polling import async_until
+from faulty_stores import FaultyStore, HeldDeletes, SlowStore
 from tiering import BLOCK, opened_tiers
 
 from sglang_cake.core.errors import (
@@ -114,19 +113,48 @@ async def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
         await tiers.until_holds(1, "b")
 
 
-async def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
-    async with opened_tiers() as tiers:
-        go = asyncio.Event()
+@pytest.mark.parametrize("room", [0, 4], ids=["copied", "kept in memory"])
+async def test_tiered_store_block_deleted_during_its_put_is_in_no_tier(room):
+    async with opened_tiers(room=room) as tiers:
+        data, begun, go = block_of("a"), asyncio.Event(), asyncio.Event()
 
         async def form_of(tier):
             if tier == 1:
+                begun.set()
                 await go.wait()
-            return block_of("a")
+            return data
 
         putting = asyncio.create_task(tiers.store.put_forms(key_of("a"), form_of))
-        await async_until(lambda: tiers.store.tiers[1].copies.pending)
+        await begun.wait()
         await tiers.store.delete(key_of("a"))
         go.set()
+        assert await putting
+        await tiers.quiet()
+        assert [len(memory) for memory in tiers.memory] == [0, 0]
+        assert (await tiers.counts(1))["dropped_blocks"] == 1
+
+
+class LateAnswers(WrapperStore):
+    """Puts are done at once, and answered when the test sets `go`."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.done, self.go = asyncio.Event(), asyncio.Event()
+
+    async def put(self, key, data):
+        fresh = await super().put(key, data)
+        self.done.set()
+        await self.go.wait()
+        return fresh
+
+
+async def test_tiered_store_block_deleted_before_its_put_is_answered_is_not_copied():
+    async with opened_tiers() as tiers:
+        late = tiers.store.tiers[0].store = LateAnswers(tiers.memory[0])
+        putting = asyncio.create_task(tiers.store.put(key_of("a"), block_of("a")))
+        await late.done.wait()
+        await tiers.store.delete(key_of("a"))
+        late.go.set()
         assert await putting
         await tiers.quiet()
         assert [len(memory) for memory in tiers.memory] == [0, 0]
@@ -252,3 +280,52 @@ async def test_tiered_store_block_deleted_during_a_read_is_not_promoted():
         await reading
         await tiers.quiet()
         assert not await tiers.holds(0, "a")
+
+
+async def test_tiered_store_read_during_a_delete_moves_no_block_up():
+    async with opened_tiers(room=4) as tiers:
+        await tiers.fill(1, "a")
+        held = tiers.store.tiers[1].store = HeldDeletes(tiers.memory[1])
+        deleting = asyncio.create_task(tiers.store.delete(key_of("a")))
+        await held.begun.wait()
+        await tiers.read("a")
+        held.go.set()
+        await deleting
+        assert [len(memory) for memory in tiers.memory] == [0, 0]
+
+
+async def test_tiered_store_read_from_a_delete_until_after_it_moves_no_block_up():
+    async with opened_tiers(room=4) as tiers:
+        await tiers.fill(1, "a")
+        held = HeldDeletes(tiers.memory[1])
+        slow = tiers.store.tiers[1].store = SlowStore(held)
+        deleting = asyncio.create_task(tiers.store.delete(key_of("a")))
+        await held.begun.wait()
+        reading = asyncio.create_task(tiers.read("a"))
+        await slow.until_waiting(1)
+        held.go.set()
+        await deleting
+        await tiers.fill(1, "a")  # so that the read succeeds
+        slow.release(key_of("a"))
+        await reading
+        assert not await tiers.holds(0, "a")
+
+
+async def test_tiered_store_block_deleted_while_it_is_decoded_does_not_move_up():
+    async with opened_tiers(room=4) as tiers:
+        await tiers.fill(1, "a")
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def unpack(payload, size_bytes):
+            begun.set()
+            await go.wait()
+            return size_bytes
+
+        out = memoryview(bytearray(BLOCK))
+        reading = asyncio.create_task(tiers.store.get_unpacked(key_of("a"), out, unpack))
+        await begun.wait()
+        await tiers.store.delete(key_of("a"))
+        go.set()
+        assert await reading == (BLOCK, BLOCK)
+        assert out == block_of("a")
+        assert [len(memory) for memory in tiers.memory] == [0, 0]

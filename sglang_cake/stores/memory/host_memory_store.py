@@ -63,6 +63,7 @@ class HostMemoryStore(Store):
         self._frame = frame
         self._reads_count = reads_count
         self._evictions = Counter[str]()
+        self._deletes = 0
         self._readers = DaemonPool(threads, "cake-memory-read")
         self._writers = DaemonPool(threads, "cake-memory-write")
 
@@ -92,12 +93,12 @@ class HostMemoryStore(Store):
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`. Cancellation: returns once the thread does not use `data` any more."""
-        return await self._store(key, data, must_earn_place=False)
+        return await self._store(key, data, None)
 
     async def promote(self, key: BlockKey, data: memoryview) -> bool:
         """As `put`, for a block that was read from a store below. False as well if the eviction
-        policy prefers the blocks that are there."""
-        return await self._store(key, data, must_earn_place=True)
+        policy prefers the blocks that are there, or if a block is deleted meanwhile."""
+        return await self._store(key, data, self._deletes)
 
     def keep(self, key: BlockKey) -> Unwritten | None:
         """A stored block, to be written to a store below; None if it is not there (any more).
@@ -107,7 +108,9 @@ class HostMemoryStore(Store):
         return self._opened().keep(self._frame.digest, key)
 
     async def delete(self, key: BlockKey) -> None:
-        self._opened().delete(self._frame.digest, key)
+        memory = self._opened()
+        self._deletes += 1  # before the delete: see `_put`
+        memory.delete(self._frame.digest, key)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         for block in self._opened().list_blocks(self._frame.digest):
@@ -129,9 +132,10 @@ class HostMemoryStore(Store):
             raise StoreUnavailable("the store is closed")
         return self._memory
 
-    async def _store(self, key: BlockKey, data: memoryview, *, must_earn_place: bool) -> bool:
+    async def _store(self, key: BlockKey, data: memoryview, deletes: int | None) -> bool:
+        """Args: deletes: `_deletes` before a promotion; None: a put."""
         assert self._frame.takes(data.nbytes), data.nbytes
-        work = functools.partial(self._put, self._opened(), key, data.cast("B"), must_earn_place)
+        work = functools.partial(self._put, self._opened(), key, data.cast("B"), deletes)
         return await run_stoppable(self._writers, work)
 
     # ---- in the threads ----
@@ -159,7 +163,7 @@ class HostMemoryStore(Store):
         memory: BlockMemory,
         key: BlockKey,
         data: memoryview,
-        must_earn_place: bool,
+        deletes: int | None,
         stop: threading.Event,
     ) -> bool:
         check_stop(stop)
@@ -167,10 +171,14 @@ class HostMemoryStore(Store):
             self._frame.digest,
             key,
             len(data),
-            must_earn_place=must_earn_place,
+            must_earn_place=deletes is not None,
             evictions=self._evictions,
         )
         if block is None:
+            return False
+        # A deleted block must not come back. A later delete finds the block.
+        if deletes is not None and deletes != self._deletes:
+            memory.release(block)
             return False
         try:
             copy_in_pieces(block.data, data, lambda: check_stop(stop))

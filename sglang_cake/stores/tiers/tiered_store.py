@@ -181,7 +181,8 @@ class TieredStore(Store):
         ]
         self._locations = TierLocations()
         self._rereads = PromoteOnSecondRead()
-        self._deletes = 0
+        self._deleting: list[BlockKey] = []
+        self._deletes = 0  # that have ended
         self._closed = False
 
     @property
@@ -287,9 +288,9 @@ class TieredStore(Store):
                     self._locations.learn(key, asked=tier.bit, having=0)
                 continue
             self._locations.learn(key, asked=tier.bit, having=tier.bit)
-            if deletes != self._deletes:  # a deleted block must not be promoted
+            if self._may_be_deleted(key, deletes):
                 return read_bytes, read_bytes
-            return read_bytes, await self._move_up(key, out, read_bytes, tier, unpack)
+            return read_bytes, await self._move_up(key, out, read_bytes, tier, unpack, deletes)
         raise _first_by_precedence(errors)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
@@ -313,6 +314,7 @@ class TieredStore(Store):
         errors: list[StoreError] = []
         for tried, tier in enumerate(usable, 1):
             data = await form_of(tier.index)
+            deletes = self._deletes
             try:
                 fresh = await tier.put(key, data)
             except StoreError as error:
@@ -325,20 +327,24 @@ class TieredStore(Store):
                 # Another process that needs the block does not find it in memory of this one.
                 lacking = 0 if tier.memory is None else lacking
                 others = [t for t in others if t.bit & lacking]
-            await self._copy(key, form_of, others, _Stored(tier, data))
+            await self._copy(key, form_of, others, deletes, _Stored(tier, data))
             return fresh
         raise _first_by_precedence(errors or [StoreUnavailable("all tiers are left out")])
 
     async def delete(self, key: BlockKey) -> None:
         """As in `Store`, in every tier, left out or not. Fails if one tier fails."""
         self._check_open()
-        self._deletes += 1
-        for tier in self.tiers:
-            await tier.copies.forget(key)
-        self._locations.forget(key)
-        results = await asyncio.gather(
-            *(tier.delete(key) for tier in self.tiers), return_exceptions=True
-        )
+        self._deleting.append(key)
+        try:
+            for tier in self.tiers:
+                await tier.copies.forget(key)
+            self._locations.forget(key)
+            results = await asyncio.gather(
+                *(tier.delete(key) for tier in self.tiers), return_exceptions=True
+            )
+        finally:
+            self._deleting.remove(key)
+            self._deletes += 1
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -442,48 +448,71 @@ class TieredStore(Store):
         due = [tier for tier in left if tier.may_serve(now_s)]
         return next(iter(well or due), None)
 
+    def _may_be_deleted(self, key: BlockKey, deletes: int) -> bool:
+        """Whether a copy of the block could bring it back after a delete. Args: deletes: `_deletes`
+        before the block was read or put. A delete that has ended since may be of another block."""
+        return key in self._deleting or deletes != self._deletes
+
     async def _move_up(
-        self, key: BlockKey, out: memoryview, size_bytes: int, tier: Tier, unpack: Unpack | None
+        self,
+        key: BlockKey,
+        out: memoryview,
+        size_bytes: int,
+        tier: Tier,
+        unpack: Unpack | None,
+        deletes: int,
     ) -> int:
         """Move up the payload at the start of `out`, which `unpack` may change. Returns its size
         afterwards."""
         above = [t for t in self.tiers[: tier.index] if not t.bit & self._locations.of(key).having]
         slow = [upper for upper in above if upper.memory is None]
         if slow and self._rereads.read(key, self._clock()):
-            for upper in await self._copy(key, _same_for_all(out[:size_bytes]), slow):
+            for upper in await self._copy(key, _same_for_all(out[:size_bytes]), slow, deletes):
                 upper.counts.moved_up_blocks += 1
         fast = [(upper, memory) for upper in above if (memory := upper.memory) is not None]
         fast = [each for each in fast if each[0].writing.may_call(self._clock())]
         if fast and unpack is not None:
             size_bytes = await unpack(out, size_bytes)
         for upper, memory in fast:
+            if self._may_be_deleted(key, deletes):
+                break
             with contextlib.suppress(StoreError):  # the tier counts it; the read has its bytes
                 if await upper.promote(memory, key, out[:size_bytes]):
                     upper.counts.moved_up_blocks += 1
         return size_bytes
 
     async def _copy(
-        self, key: BlockKey, form_of: FormOf, tiers: list[Tier], stored: _Stored | None = None
+        self,
+        key: BlockKey,
+        form_of: FormOf,
+        tiers: list[Tier],
+        deletes: int,
+        stored: _Stored | None = None,
     ) -> list[Tier]:
         """Queue the block for `tiers`; returns the tiers that took it.
 
         Args:
+            deletes: see `_may_be_deleted`.
             stored: where the block is already.
         """
+
+        async def form(index: int) -> memoryview:
+            data = await form_of(index)
+            if self._may_be_deleted(key, deletes):  # after the wait; `CopyQueue` sees later ones
+                raise StoreUnavailable("the block was deleted")
+            return data
+
         copied = []
-        deletes = self._deletes
         for tier in tiers:
             if not tier.writing.may_call(self._clock()):
                 tier.counts.left_out_blocks += 1
                 continue
             try:
-                if deletes != self._deletes:  # it may have been this block
-                    tier.counts.dropped_blocks += 1
-                elif await self._queue(key, functools.partial(form_of, tier.index), tier, stored):
+                if await self._queue(key, functools.partial(form, tier.index), tier, stored):
                     copied.append(tier)
                 else:
                     tier.counts.queue_full_blocks += 1
-            except StoreUnavailable:  # the store is being closed
+            except StoreUnavailable:  # the block was deleted, or the store is being closed
                 tier.counts.dropped_blocks += 1
         return copied
 
