@@ -267,7 +267,12 @@ class CoordinatorHarness(HeldReads):
         return [(SimpleNamespace(load=load), index) for index in range(self.end_blocks)]
 
     def attach(
-        self, req: FakeReq, slots: torch.Tensor, stop: int, end: dict[int, bytes] | None
+        self,
+        req: FakeReq,
+        slots: torch.Tensor,
+        stop: int,
+        end: dict[int, bytes] | None,
+        taken: Callable[[], object],
     ) -> None:
         assert len(end or {}) == self.end_blocks
         for number, data in (end or {}).items():
@@ -281,6 +286,7 @@ class CoordinatorHarness(HeldReads):
                 want += data[start : start + plane.row_bytes]
                 have += bytes(as_bytes(buffer)[slot].numpy())
         assert want == have
+        taken()
         req.owned.append(slots)
         req.prefix_len = stop
 

@@ -298,6 +298,30 @@ def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_r
         assert harness.side.compute(req, len(req.full_untruncated_fill_ids))
 
 
+@kinds()
+@pytest.mark.parametrize("running", [True, False])
+def test_coordinator_trees_failure_before_slots_join_the_tree_frees_them(
+    monkeypatch: pytest.MonkeyPatch, kind: str, running: bool
+) -> None:
+    with TreeHarness(kind) as harness:
+        side, tree = harness.side, harness.side.tree
+        req = running_prompt(harness) if running else waiting_prompt(harness)
+
+        def fail(*args: Any) -> None:
+            raise NO_MEMORY
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tree, "give_running" if running else "prefix_device_indices", fail)
+            with pytest.raises(type(NO_MEMORY)):
+                harness.prefill(req)
+        harness.coordinator.release(req.rid)  # as the boundary does: SGLang computes the request
+        side.check_slots()
+        if not running:
+            assert side.admit(req)
+            side.waiting.remove(req)
+        assert side.compute(req, len(req.full_untruncated_fill_ids))
+
+
 def test_coordinator_trees_forgotten_request_is_a_failure_and_an_aborted_one_is_none() -> None:
     """Other ranks hear of a failure in the next vote."""
     with TreeHarness("window-state") as harness:

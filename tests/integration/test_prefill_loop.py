@@ -130,9 +130,9 @@ class PrefillLoop:
         self.progress += 1
         req.prefix_len = req.in_tree = req.extend_end
 
-    def attach(self, req: Any, slots: Any, stop: int, end: Any) -> None:
+    def attach(self, req: Any, slots: Any, stop: int, end: Any, taken: Any) -> None:
         self.progress += 1
-        self.base.attach(req, slots, stop, end)
+        self.base.attach(req, slots, stop, end, taken)
         if self.joined is not None and req is self.chunked:
             self.joined.add(req)
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -315,7 +316,12 @@ class CakeRadixCache(UnifiedRadixCache):
             self.req_to_token_pool.mamba_allocator.free(end.state)
 
     def attach_running(
-        self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
+        self,
+        req: "Req",
+        slots: torch.Tensor,
+        stop: int,
+        end: EndSlots | None = None,
+        taken: Callable[[], object] = lambda: None,
     ) -> None:
         """Give slots to the row of a request between two chunks, and with the row to the tree, and
         move `req.prefix_len` to `stop`.
@@ -323,14 +329,17 @@ class CakeRadixCache(UnifiedRadixCache):
         Args:
             slots: hold the KV of `[req.prefix_len, stop)`.
             end: slots that hold the end state at `stop`.
+            taken: called when `slots` and `end` are about to be the request's or the tree's. After
+                an error before that, the caller frees them.
         """
+        self.give_running(req, slots, req.prefix_len)
+        taken()
         if end is not None and end.window is not None:
             self._adopt_window(req, slots, stop, end.window)
         if end is not None and end.state is not None:
             self._adopt_state(req, stop, end.state)
         if self.joined is not None:
             self.joined.add(req)
-        self.give_running(req, slots, req.prefix_len)
         req.kv.kv_allocated_len = stop
         req.kv.kv_committed_len = stop
         req.extend_end = stop
@@ -353,7 +362,12 @@ class CakeRadixCache(UnifiedRadixCache):
         self.req_to_token_pool.write(row, slots.to(torch.int32))
 
     def attach_waiting(
-        self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
+        self,
+        req: "Req",
+        slots: torch.Tensor,
+        stop: int,
+        end: EndSlots | None = None,
+        taken: Callable[[], object] = lambda: None,
     ) -> None:
         """Give slots to the tree, below the prefix that a waiting request has matched, and have the
         request match again.
@@ -372,6 +386,7 @@ class CakeRadixCache(UnifiedRadixCache):
             inserted_len=req.prefix_len,
             priority=req.priority or 0,
         )
+        taken()
         if end is not None and end.window is not None:
             self._map_window(slots, end.window)
             params.set_evicted_seqlen(ComponentType.SWA, stop - len(end.window))

@@ -563,8 +563,8 @@ class Coordinator:
                         continue
                 self._attached(record, span)
                 slots = self._device_slots.take_slots(record, span)
-                failed.pop_all()
-            attach(req, slots, span.stop, end)
+                failed.callback(self._device_slots.free, slots)
+                attach(req, slots, span.stop, end, failed.pop_all)
             response_stats.loaded(req, span)
             self._advance(record)  # the tree may have matched more by now
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
