@@ -30,6 +30,7 @@ from sglang_cake.stores.memory import block_memory
 from sglang_cake.stores.memory.block_memory import MOST_PASSED, TOUCHED_AT_ONCE, BlockMemory
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.tiers import tier
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
@@ -414,6 +415,24 @@ def test_memory_block_deleted_while_it_is_filled_is_not_stored():
     assert stored(memory, "a")
 
 
+def test_memory_stats_while_a_block_is_filled_count_its_buffer_alone():
+    memory = memory_of(2)
+    stored(memory, "a")
+    block = memory.add(DIGEST, key_of("b"), BLOCK, must_earn_place=False)
+    stats = memory.stats()
+    assert (stats.blocks, stats.block_bytes, stats.used_bytes) == (1, PAGE, 2 * PAGE)
+    memory.commit(block)
+    assert memory.stats().blocks == 2
+    memory.delete(DIGEST, key_of("b"))
+    block = memory.add(DIGEST, key_of("b"), BLOCK, must_earn_place=False)
+    memory.delete(DIGEST, key_of("b"))
+    memory.commit(block)
+    assert memory.stats().blocks == 1
+    stored(memory, "c")
+    stored(memory, "d")
+    assert memory.stats().blocks == 2
+
+
 def test_memory_block_that_is_not_written_below_is_evicted_last():
     memory = memory_with("abc")
     kept = [memory.keep(DIGEST, key_of(name)) for name in "ab"]
@@ -699,6 +718,22 @@ async def test_memory_tier_queues_more_blocks_than_there_are_copy_buffers():
         await held.quiet()
         assert len(held.below.blocks) == 16
         assert (await held.counts(1))["queue_full_blocks"] == 0
+
+
+async def test_memory_tier_block_put_again_while_it_is_written_is_not_refused(monkeypatch):
+    monkeypatch.setattr(tier, "MOST_KEPT", 1)
+    async with opened_memory() as held:
+        held.gate.clear()
+        await held.put("a")
+        await async_until(lambda: held.calls.keys_of("put"))
+        await held.memory.delete(key_of("a"))
+        await held.put("a")
+        assert (await held.counts(1))["queue_full_blocks"] == 0
+        await held.put("b")
+        assert (await held.counts(1))["queue_full_blocks"] == 1
+        held.gate.set()
+        await held.quiet()
+        assert set(held.below.blocks) == {key_of("a")}
 
 
 async def test_memory_tier_block_evicted_before_its_turn_is_counted():

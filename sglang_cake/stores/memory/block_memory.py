@@ -97,6 +97,7 @@ class BlockMemory:
         self._numbers = itertools.count()
         self._by_number: dict[int, HeldBlock] = {}
         self._blocks: dict[tuple[Digest, BlockKey], HeldBlock] = {}
+        self._whole_blocks = 0  # of `_blocks`
         self._accesses = ReportedAccesses()
         self._benefit: Benefit | None = None
         self._refreshed_s = time.monotonic()
@@ -225,6 +226,7 @@ class BlockMemory:
         evictions = Counter() if evictions is None else evictions
         with self._lock:
             block.whole = not block.gone
+            self._whole_blocks += block.whole
             self._leave(block)
             now_s = time.monotonic()
             while self._policy.over_quota_bytes() and self._evict(now_s, evictions, in_order=True):
@@ -286,8 +288,8 @@ class BlockMemory:
         with self._lock:
             used_bytes = len(self._by_number) * self._stride_bytes
             return StoreStats(
-                blocks=len(self._blocks),
-                block_bytes=len(self._blocks) * self._stride_bytes,
+                blocks=self._whole_blocks,
+                block_bytes=self._whole_blocks * self._stride_bytes,
                 used_bytes=used_bytes,
                 capacity_bytes=self._capacity_bytes,
                 policy=self._policy_name,
@@ -364,6 +366,7 @@ class BlockMemory:
     def _remove(self, block: HeldBlock) -> None:
         if not block.gone:
             block.gone = True
+            self._whole_blocks -= block.whole
             self._policy.remove(block.ident)
             del self._blocks[block.namespace, block.key]
             self._free_if_unused(block)

@@ -125,9 +125,10 @@ class CopyQueue:
             self._waiting[key] = block
             before.release()
             return True
-        if len(self._jobs) >= MOST_KEPT or key in self._jobs or key in self._filling:
+        queued = key in self._jobs or key in self._filling
+        if queued or len(self._jobs) >= MOST_KEPT:
             block.release()
-            return len(self._jobs) < MOST_KEPT
+            return queued
         self._start(key, block)
         return True
 
