@@ -178,7 +178,12 @@ class CoordinatorHarness(HeldReads):
             if failure is None:
                 self.all_back()
         finally:
-            self.io.close()
+            self.close()
+
+    def close(self) -> None:
+        """As at the end of the process: reads that end with the thread start no others."""
+        self.loader.close()
+        self.io.close()
 
     def reduce(self, numbers: torch.Tensor) -> None:
         """What another rank says, if a test has one."""

@@ -480,7 +480,7 @@ def _run_with(bomb: Bomb) -> None:
             assert harness.coordinator.reclaimable_tokens == 0, bomb.where
             assert harness.allocator.available_size() == harness.size, bomb.where
     finally:
-        harness.io.close()
+        harness.close()
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.breadth)])

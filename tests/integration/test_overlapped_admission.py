@@ -69,7 +69,7 @@ class OverlapAdmission:
 
     def close(self) -> None:
         self.coordinator.release_all()
-        self.chunked.base.io.close()
+        self.chunked.base.close()
 
 
 @pytest.fixture

@@ -231,7 +231,7 @@ def returns_in(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch) -> int:
             raise AssertionError("somebody does not get on")
     finally:
         loop.base.coordinator.release_all()
-        loop.base.io.close()
+        loop.base.close()
     return loop.returns
 
 

@@ -74,7 +74,7 @@ class TwoRanks:
         self._pool.shutdown()
         for harness in self.harnesses:
             harness.coordinator.release_all()
-            harness.io.close()
+            harness.close()
 
 
 @pytest.fixture

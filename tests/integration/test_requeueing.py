@@ -159,7 +159,7 @@ def admissions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for admission in made:
         admission.base.coordinator.release_all()
-        admission.base.io.close()
+        admission.base.close()
 
 
 @pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
@@ -1346,7 +1346,7 @@ def test_waiting_request_without_memory_to_its_end_is_not_shared(
         adder = prefill_adder(Scheduler(), tree, chunk_tokens=64, slots=slots)
         assert adder.add_one_req(req, False, None) == answer
     assert asked == ["new"]
-    base.io.close()
+    base.close()
 
 
 def test_step_plans_a_few_of_the_prompts_that_wait_and_all_of_them_in_turn(

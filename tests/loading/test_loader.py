@@ -178,7 +178,12 @@ class LoaderHarness(HeldReads):
                 self.release()
                 assert self.pool.free == self.pool.capacity
         finally:
-            self.io.close()
+            self.close()
+
+    def close(self) -> None:
+        """As at the end of the process: reads that end with the thread start no others."""
+        self.loader.close()
+        self.io.close()
 
     def new_loader(
         self,
@@ -314,6 +319,14 @@ def harness_of() -> Iterator[Callable[..., LoaderHarness]]:
 
 
 # ---- one prompt ----
+
+
+def test_loader_closed_before_its_thread_leaves_no_read_behind() -> None:
+    harness = LoaderHarness(depth=2)
+    harness.begin("r", harness.stored(6)[0])
+    assert len(harness.waiting()) == 2
+    harness.close()
+    assert not asyncio.all_tasks(harness.io.loop)
 
 
 def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHarness) -> None:
