@@ -842,23 +842,28 @@ def test_index_rebuilt_despite_an_error_of_a_moment_counts_all_blocks(
         assert du_bytes(tmp_path) <= folder.stats().used_bytes
 
 
-def test_index_rebuilt_beside_a_damaged_folder_counts_the_other_blocks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EUCLEAN, errno.EBADMSG, errno.EACCES])
+def test_index_rebuilt_beside_a_damaged_folder_counts_the_other_blocks(
+    tmp_path, monkeypatch, caplog, number
+):
     with contextlib.closing(opened(tmp_path)) as folder:
         for name in range(3):
             put(folder, name)
     wreck(tmp_path, "absent")
-    damaged = NamespaceFolder(tmp_path, DIGEST).block(key_of(0)).parent.stat()
-    listdir = os.listdir
+    bad = NamespaceFolder(tmp_path, DIGEST).block(key_of(0)).parent
+    damaged, listdir = bad.stat(), os.listdir
 
     def fail_for_one(folder):
         if os.path.samestat(os.stat(folder), damaged):
-            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+            raise OSError(number, os.strerror(number))
         return listdir(folder)
 
     monkeypatch.setattr(os, "listdir", fail_for_one)
     with contextlib.closing(opened(tmp_path)) as folder:
         assert folder.stats().blocks == 2
         assert put(folder, 3)
+    assert caplog.text.count("left out") == 1
+    assert f"left out 1 files or folders that cannot be read, such as {bad}: " in caplog.text
 
 
 @pytest.mark.parametrize("call", ["stat", "listdir", "scandir"])

@@ -49,6 +49,8 @@ from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, Access
 
 logger = logging.getLogger(__name__)
 TICK_S = 1.0
+# Errors of files and folders that are there: what a rebuilding leaves out for them is in the log.
+_UNREADABLE = DAMAGE_ERRORS | {errno.EACCES, errno.EPERM}
 OPEN_WAIT_S = 5.0  # limit for waiting for an index that is being opened
 RECLAIM_EVERY_S = 60.0
 ROOM_BYTES = 2 * WAL_BYTES  # free space with which an index can be opened and changed
@@ -381,24 +383,27 @@ class IndexSupervisor:
         """
         left_out = dict[tuple[str, ...], OSError]()
 
+        again = False
+
         def leaves_out(error: OSError, names: tuple[str, ...]) -> bool:
-            if is_lasting(error, names):
-                return True
-            if error.errno in DAMAGE_ERRORS:
+            if not is_lasting(error, names) and not (again and error.errno in DAMAGE_ERRORS):
+                return False
+            if error.errno in _UNREADABLE:
                 left_out[names] = error
-                return True
-            return False
+            return True
 
         started_s = time.monotonic()
         try:
             try:
-                added = self._add_files(index, is_lasting)
+                added = self._add_files(index, leaves_out)
             except OSError as error:
                 if error.errno not in DAMAGE_ERRORS:
                     raise
                 self._complain(error)
                 if self._closing.wait(TICK_S):
                     return
+                again = True
+                left_out.clear()
                 added = self._add_files(index, leaves_out)
         except (OSError, sqlite3.Error):
             self._rebuilding.start(time.monotonic())
