@@ -33,6 +33,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.session.session_controller import Session
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from trees import CORES, accounting_of, lock_fuzz
@@ -117,9 +118,12 @@ def test_radix_ends_of_replayssm_have_no_later_tokens_in_their_ring(
     side.check_slots()
 
 
+@pytest.mark.parametrize("session", [None, Session(0)], ids=["alone", "session"])
 @cores()
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].has_mamba])
-def test_radix_ends_skipped_request_forgets_the_state_that_it_matched(kind: str, core: str) -> None:
+def test_radix_ends_skipped_request_forgets_the_state_that_it_matched(
+    kind: str, core: str, session: Session | None
+) -> None:
     """What it matched may be evicted before it is admitted, and its slot given to another state."""
     side = stored(kind, core)
     first = side.arrive(PROMPT)
@@ -128,6 +132,7 @@ def test_radix_ends_skipped_request_forgets_the_state_that_it_matched(kind: str,
     req = side.arrive(PROMPT)
     assert req.prefix_len == 48
     assert req.kv.mamba_cow_src_index is not None  # SGLang sets it before it asks for admission
+    req.session = session
     side.tree.drop_state(req)
     side.check_slots()
     side.tree.evict_for_alloc(EvictParams(num_tokens=48, mamba_num=side.cfg.mamba_cache_size))

@@ -292,14 +292,16 @@ class CakeRadixCache(UnifiedRadixCache):
 
         The match has set two fields, a slot and the slot to copy from, and both are cleared.
         Nothing locks the source before the request is admitted, and a later match that finds
-        nothing leaves both fields as they are. SGLang does the same with a request that it refuses.
+        nothing leaves both fields as they are. SGLang does the same with a request that it refuses,
+        unless it is in a session: streaming sessions, which cake does not support, own their slots.
+        In any other session, the slot is the request's own.
         """
         if not self.supports_mamba():
             return
         kv = req.kv
         kv.mamba_cow_src_index = None
         kv.mamba_needs_clear = False
-        if kv.holds_mamba and not getattr(req, "session", None):
+        if kv.holds_mamba:
             self.req_to_token_pool.mamba_allocator.free(kv.mamba_pool_idx.reshape(1))
             kv.mamba_pool_idx = None
 
