@@ -449,8 +449,9 @@ class HybridTree:
             position = req.seqlen - 2  # of the token that is computed
             if position < req.kv.kv_allocated_len:  # the first token is sampled by the prefill
                 continue
-            if self.cfg.has_swa:
+            if self.cfg.has_swa and req.decode_batch_idx:  # before, the prefill may still run
                 self.tree.evict_sliding_windows(req, req.seqlen - 1)
+            req.decode_batch_idx += 1
             if position % page:
                 slots = row[position - 1 : position].to(torch.int64) + 1
             else:

@@ -86,6 +86,27 @@ def test_radix_compressed_prompt_computes_the_last_window_of_a_replay() -> None:
         side.empty()
 
 
+def test_radix_compressed_load_for_a_retracted_request_frees_its_rows_before_the_window() -> None:
+    """The tree takes none of these rows: it stops where others' windows have gone. The loaded end
+    is after the last one that an answer of this length would have."""
+    side = CompressedTree(kind="v4.1, replay")
+    tokens = [*range(1000, 1000 + 4 * PAGE + side.tail_tokens)]
+    first = side.start([*tokens, 1], 4 * PAGE)
+    assert side.save(first, 4 * PAGE)
+    side.release(first, checkpoint=False)
+    side.empty()
+    side.scramble()
+    req = side.arrive(tokens)
+    req.origin_input_ids, req.output_ids = req.origin_input_ids[:-20], req.origin_input_ids[-20:]
+    assert side.admit(req)
+    req.swa_branching_seqlen = PAGE  # as SGLang's match finds it
+    assert side.compute(req, 3 * PAGE)
+    assert req.kv.cache_protected_len == PAGE
+    assert side.load(req, 4 * PAGE, running=True)
+    side.check_slots()
+    side.finish(req)
+
+
 @pytest.mark.parametrize(
     ("core", "kind"), [*((core, "v4") for core in CORES), ("python", "v4.1, replay")]
 )

@@ -504,7 +504,7 @@ class CakeRadixCache(UnifiedRadixCache):
         request that decodes keeps its window from there on, unless the pool gets scarce: then
         SGLang would retract requests for it."""
         # The last token has no KV yet.
-        start = self._last_window_start(req.seqlen - 1) if req.output_ids else None
+        start = self._last_window_start(req.seqlen - 1) if req.decode_batch_idx else None
         if start is None:
             return None
         allocator = self.token_to_kv_pool_allocator
