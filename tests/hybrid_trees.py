@@ -884,11 +884,14 @@ SPARSE: dict[str, Callable[[int], Any]] = {
 @dataclass(slots=True)
 class Blocks:
     """What the tree asks of a coordinator: a block's size, its keys, and the records that a test
-    gives."""
+    gives. There are other ranks."""
 
     block_tokens: int
+    alone: bool = False
+    store_detached: bool = False
     reclaimable_tokens: int = 0
     keys: Any = field(default_factory=lambda: SimpleNamespace(next_tokens=0))
+    step_costs: Any = field(default_factory=lambda: SimpleNamespace(chunk_tokens=2 * BLOCK))
     tree_evicts: bool = False
     records: dict[str, PromptRecord] = field(default_factory=dict)
 

@@ -25,12 +25,14 @@ from hybrid_trees import (
     SWA,
     WINDOW,
     HybridTree,
+    config_of,
     digests_of,
     tree_of,
 )
 from kv_pools import buffers_for, record_of
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.prefill_budget import SWAPrefillBudget
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.session.session_controller import Session
@@ -428,6 +430,48 @@ def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
     assert side.tree.swa_retain_floor(req) is None
     windows.free(taken)
     assert side.tree.swa_retain_floor(req) == 64 - WINDOW
+
+
+@pytest.mark.parametrize("chunk_tokens", [700, 800, 900, 960, 1000])
+def test_radix_ends_windows_kept_for_answers_leave_room_for_a_chunk(chunk_tokens: int) -> None:
+    """SGLang admits a prompt before each decode step, as without cake."""
+    cfg = replace(config_of(SWA, slots=1600), max_num_reqs=24)
+    side = HybridTree(cfg, block=16)
+    side.tree.coordinator.step_costs.chunk_tokens = chunk_tokens
+    requests = [side.start(range(1000 * number, 1000 * number + 16), 16) for number in range(24)]
+    tokens = chunk_tokens + WINDOW  # its match would lock a window
+    kept, admitted = set(), []
+    for token in range(40):
+        budget = SWAPrefillBudget(side.allocator, side.tree)
+        fits, _ = budget.check_prefill(
+            extend_input_len=tokens,
+            total_tokens=1,  # the pool of full attention has room
+            max_new_tokens=100,
+            input_tokens=tokens,
+            swa_host_hit_length=0,
+            chunk_limit=tokens,
+        )
+        admitted.append(fits)
+        for req in requests:
+            side.decode(req, [token])
+            kept.add(side.tree.swa_retain_floor(req) is not None)
+    assert all(admitted)
+    assert kept == {True, False}
+
+
+def test_radix_ends_windows_are_not_kept_for_answers_that_are_not_stored() -> None:
+    side = tree_of("window")
+    coordinator, floor = side.tree.coordinator, side.tree.swa_retain_floor
+    req = side.start(PROMPT, len(PROMPT))
+    side.decode(req, range(200, 219))
+    assert floor(req) == 64 - WINDOW
+    coordinator.store_detached = True
+    assert floor(req) is None
+    coordinator.store_detached = False
+    coordinator.alone = True  # otherwise another rank may have a record
+    assert floor(req) is None
+    coordinator.records[req.rid] = replace(record_of(6, block=BLOCK), req=req)
+    assert floor(req) == 64 - WINDOW
 
 
 # ---- what the coordinator is told ----

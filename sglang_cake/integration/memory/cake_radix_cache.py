@@ -501,15 +501,25 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def _answer_window_start(self, req: "Req") -> int | None:
         """Where the window begins that belongs to the last block of an answer, if it ended now. A
-        request that decodes keeps its window from there on, unless the pool gets scarce: then
-        SGLang would retract requests for it."""
+        request that decodes keeps its window from there on, if its answer may be stored, unless the
+        pool gets scarce: then SGLang would retract requests for it, or admit no prompt."""
         # The last token has no KV yet.
         start = self._last_window_start(req.seqlen - 1) if req.decode_batch_idx else None
-        if start is None:
+        coordinator = self.coordinator
+        if start is None or coordinator is None or coordinator.store_detached:
             return None
-        allocator = self.token_to_kv_pool_allocator
+        # Of several ranks, one may have lost a record. Their pools must stay alike.
+        if coordinator.alone and coordinator.record(req) is None:
+            return None
+        assert self.ends is not None
+        allocator, rows = self.token_to_kv_pool_allocator, self.req_to_token_pool
         free = allocator.swa_available_size() + self.swa_evictable_size()
-        return None if free < allocator.size_swa * SCARCE_WINDOWS else start
+        # For a prompt: a chunk, the window that its match locks, and a page. For each live request,
+        # a page more, since those that decode take some before the prompt is admitted.
+        pages = 1 + rows.size - rows.available_size()
+        needed = coordinator.step_costs.chunk_tokens + self.ends.window_tokens
+        needed += pages * int(self.page_size)
+        return None if free < max(needed, allocator.size_swa * SCARCE_WINDOWS) else start
 
     def _map_window(self, slots: torch.Tensor, window: torch.Tensor) -> None:
         """The last of `slots` have these rows of the window; rows in slot 0 were there before."""
