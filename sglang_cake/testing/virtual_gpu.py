@@ -152,6 +152,7 @@ class HostTime:
     """The time that a host thread spent on the GPU."""
 
     launches: int = 0
+    events: int = 0  # of the copier's thread, and waits for them; the scheduler's are launches
     launch_s: float = 0.0
     syncs: int = 0  # waits for the device
     waits: int = 0  # for the copier's thread
@@ -266,7 +267,7 @@ class VirtualKV:
         self.gpu = gpu
         self.layout = layout
         self.launched_s = 0.0
-        self._waited: tuple[float, ...] = ()  # the fence before the last load
+        self._waited: dict[VirtualStream, tuple[float, ...]] = {}  # the last fence of each
         self._in = VirtualStream()
         self._out = VirtualStream()
         self._dma_s = layout.block_bytes / dma_bytes_per_s
@@ -274,7 +275,7 @@ class VirtualKV:
         kernel_s = 2 * layout.block_bytes / HBM_BYTES_PER_S
         self._kernel_s = max(self._pieces * KERNEL_S, kernel_s)  # of all pieces
         memory = CopyMemory.of_blocks(layout.block_bytes)
-        self._out_places = 1 if self._pieces > 1 else memory.out_places
+        self._out_places = memory.out_places
         self._read_s = deque([0.0] * memory.in_places)  # when each place has been read
         gpu.hold(self, memory.all_bytes)
 
@@ -287,13 +288,9 @@ class VirtualKV:
 
     def load(self, block: Any, slots: torch.Tensor, after: tuple[float, ...]) -> VirtualCopy:
         gpu = self.gpu
-        count = 2 * self._pieces
-        waits = 0 if after is self._waited else len(after)
-        self._waited = after
-        took_s = count * COPY_LAUNCH_S + (5 + waits) * EVENT_S
-        if gpu.layers:
-            took_s = gpu.layers * (LAUNCH_S + EVENT_S) / LAYER_BLOCKS
-        self._launch(count, took_s)
+        events = self._waits(self._in, after) + 1 + 4 * self._pieces
+        by_layer_s = gpu.layers * (LAUNCH_S + EVENT_S) / LAYER_BLOCKS
+        self._launch(2 * self._pieces, events, by_layer_s or None)
         begin_s = max(self._in.tail_s, self.launched_s, *after)
         for _ in range(self._pieces):
             ready_s = max(self.launched_s, self._read_s.popleft())
@@ -322,18 +319,20 @@ class VirtualKV:
         self, slots: torch.Tensor, blocks: Sequence[Any], after: tuple[float, ...]
     ) -> VirtualCopy:
         gpu = self.gpu
+        self._launch(0, self._waits(self._out, after))
         self._out.wait(max(*after, gpu.io.now_s))
         begin_s = self._out.tail_s
         pool_s = begin_s
         for start in range(0, len(blocks), self._out_places):
             count = len(blocks[start : start + self._out_places])
-            launches = (1 + count) * self._pieces
-            self._launch(launches, launches * COPY_LAUNCH_S + self._pieces * EVENT_S)
-            self._out.wait(self.launched_s)
-            self._out.tail_s += count * self._kernel_s
+            for _ in range(self._pieces):
+                self._launch(1 + count, 1)
+                self._out.wait(self.launched_s)
+                self._out.tail_s += count * self._kernel_s / self._pieces
+                pool_s = self._out.tail_s
+                self._out.tail_s = gpu.to_host.run(pool_s, count * self._dma_s / self._pieces)
             gpu.kernels_s += count * self._kernel_s
-            pool_s = self._out.tail_s
-            self._out.tail_s = gpu.to_host.run(pool_s, count * self._dma_s)
+        self._launch(0, 1)
         return VirtualCopy(gpu, self._out.tail_s, pool_s, self._out.tail_s - begin_s)
 
     def freed(self) -> None:
@@ -346,9 +345,20 @@ class VirtualKV:
 
     order_writes_after = order_forwards_after  # no other server writes to slots
 
-    def _launch(self, count: int, took_s: float) -> None:
-        self.gpu.copier.launches += count
-        self.gpu.copier.launch_s += took_s
+    def _waits(self, stream: VirtualStream, after: tuple[float, ...]) -> int:
+        """Of a stream for a fence. Slots of many blocks have one."""
+        known = self._waited.get(stream) is after
+        self._waited[stream] = after
+        return 0 if known else len(after)
+
+    def _launch(self, launches: int, events: int, took_s: float | None = None) -> None:
+        """Args: took_s: None: by the times of launches and events."""
+        if took_s is None:
+            took_s = launches * COPY_LAUNCH_S + events * EVENT_S
+        host = self.gpu.copier
+        host.launches += launches
+        host.events += events
+        host.launch_s += took_s
         self.launched_s += took_s
 
 
