@@ -89,6 +89,22 @@ def test_benchmark_copy_calls_recorded_take_at_most_60_us_of_a_thread_for_a_bloc
     assert max(medians_us) <= 60
 
 
+@pytest.mark.parametrize("gpu", ["h100-80gb-hbm3", "h200"])
+def test_report_gpu_decoding_is_that_of_the_newest_results(gpu: str) -> None:
+    outcomes = json.loads((facts.RESULTS / f"gpu-nvidia-{gpu}.json").read_text())["outcomes"]
+    (step,) = (each for each in outcomes if each["step"] == "decoding")
+    found = {each["what"]: each["value"] for each in step["findings"]}
+    rates = [f"{found[f'{codec}, on the device']:.0f}" for codec in ("int8", "kvquant3")]
+    host = [f"{found[f'{c}, host time of a block'] / 1e3:.2f}" for c in ("int8", "kvquant3")]
+    sentence = (
+        f"decodes int8 at {rates[0]} GB/s and kvquant3 at {rates[1]} GB/s, "
+        f"and its host takes {host[0]} and {host[1]} ms for a block"
+    )
+    name = gpu.partition("-")[0].upper()
+    report = (facts.REPORTS / "gpu.md").read_text()
+    assert f"[An {name}](../results/gpu-nvidia-{gpu}.json) {sentence}." in report
+
+
 def test_benchmark_number_lists_are_parsed_or_refused() -> None:
     assert stats.numbers("0.5,1, 2") == [0.5, 1.0, 2.0]
     assert stats.whole_numbers("256,512") == [256, 512]
