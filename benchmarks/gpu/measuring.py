@@ -25,6 +25,11 @@ class Finding:
     ok: bool | None = None
 
 
+def not_run(reason: str) -> Finding:
+    """In place of figures: what the machine lacks. A step that finds nothing else is skipped."""
+    return Finding("NOT RUN", reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """How large the steps are.
@@ -165,6 +170,7 @@ class Load:
 
     def __init__(self, size: Size, stream: torch.cuda.Stream, device: torch.device) -> None:
         self.stream = stream
+        self.device = device
         self._count = size.gemms
         shape = (size.gemm, size.gemm)
         self._left = torch.randn(shape, device=device, dtype=torch.bfloat16)

@@ -12,9 +12,10 @@ import torch
 
 from benchmarks import facts
 from benchmarks.gpu.exact import FORMS, copies_of
-from benchmarks.gpu.measuring import Finding, Size
+from benchmarks.gpu.measuring import Finding, Size, not_run
 
 CASES = (("bf16", 1), ("bf16, V narrower than K", 64), ("MLA fp8", 1))
+TOOL = "/usr/local/cuda/bin/compute-sanitizer"  # where it is if not in PATH
 FAILED = 9  # status if an access was wrong
 LIMIT_S = 150.0
 # Otherwise PyTorch puts its tensors side by side into large allocations.
@@ -23,9 +24,9 @@ ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 def sanitizer(size: Size, device: torch.device) -> Iterator[Finding]:
     """Run `sanitized` under the tool, if there is one."""
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    tool = shutil.which("compute-sanitizer") or TOOL
     if not Path(tool).exists():
-        yield Finding("compute-sanitizer", "not on this machine")
+        yield not_run("compute-sanitizer is not on this machine")
         return
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found")
@@ -45,7 +46,7 @@ def sanitizer(size: Size, device: torch.device) -> Iterator[Finding]:
         )
         cases = len(found.read_text().splitlines()) if found.exists() else 0
     if "Device not supported" in done.stdout:  # in some sandboxes
-        yield Finding("compute-sanitizer", "cannot reach the device of this machine")
+        yield not_run("compute-sanitizer cannot reach the device of this machine")
         return
     summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
     said = summary[-1].strip("= ") if summary else (done.stdout + done.stderr)[-500:]

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from benchmarks.gpu import (
     overlap,
     sanitizer,
     serve,
+    sglang_kernels,
     speed,
 )
-from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load
+from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load, not_run
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.demo.sglang_server import Reply
@@ -218,6 +219,34 @@ def test_gpu_check_outcomes_pass_only_without_errors_and_wrong_findings() -> Non
     assert _outcome(status=None)["error"].startswith("hung")
 
 
+def test_gpu_check_outcome_of_a_step_that_lacks_all_it_needs_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lacking, figure = asdict(not_run("x is not installed")), asdict(Finding("y", 1.0))
+
+    def outcome(*findings: dict[str, Any], status: int = 0) -> dict[str, Any]:
+        return check.outcome("memcpy", list(findings), status, "", 1.0)
+
+    skipped = outcome(lacking)
+    assert skipped["status"] == check.SKIPPED
+    assert "x is not installed" in check.text_of([skipped])
+    assert outcome(lacking, figure)["status"] == outcome()["status"] == check.PASS
+    assert outcome(lacking, status=1)["status"] == check.FAIL
+    monkeypatch.setattr(check, "run_step", lambda name, **options: skipped)
+    out = ["--out", str(tmp_path / "gpu.json")]
+    assert check.main(["--steps", "memcpy", *out]) == 0
+
+
+def test_gpu_check_sanitizer_that_is_not_there_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "TOOL", "/nonexistent/compute-sanitizer")
+    monkeypatch.setenv("PATH", "")
+    (found,) = sanitizer.sanitizer(SMALL, CPU)
+    assert (found.what, found.value) == (
+        check.NOT_RUN,
+        "compute-sanitizer is not on this machine",
+    )
+
+
 def test_gpu_check_table_has_every_finding_and_the_last_line_of_an_error() -> None:
     text = check.text_of([_outcome(value=1234.5), _outcome(status=1, ok=False, value="differs")])
     assert "1,234" in text
@@ -236,6 +265,7 @@ def test_gpu_check_arguments_name_steps() -> None:
 def test_gpu_check_steps_exist() -> None:
     modules = {"environment": environment, "exact": exact, "speed": speed, "encoded": encoded}
     modules |= {"overlap": overlap, "sanitizer": sanitizer, "end_states": end_states}
+    modules |= {"sglang_kernels": sglang_kernels}
     for place in (check.STEPS | check.INNER).values():
         module, _, function = place.partition(":")
         assert callable(getattr(modules[module], function))
@@ -277,9 +307,11 @@ stand_ins.install()
 import pytest, torch
 from fake_cuda import install
 from benchmarks.gpu import environment, exact, measuring, overlap, sanitizer, speed
+from benchmarks.gpu import sglang_kernels
 install(pytest.MonkeyPatch(), 0, eager=True)
-for each in overlap.overlap(measuring.SMALL, torch.device("cpu")):
-    print(json.dumps(asdict(each)))
+for step in sglang_kernels.sglang_kernels, overlap.overlap:
+    for each in step(measuring.SMALL, torch.device("cpu")):
+        print(json.dumps(asdict(each)))
 """
 
 
@@ -289,6 +321,7 @@ def test_gpu_check_overlap_loop_serves_prompts_and_finds_a_wrong_byte() -> None:
     missing = {
         "sglang",
         "numba",
+        "sgl_kernel",
         "aiohttp",
         "cryptography",
         "gunicorn",
@@ -305,6 +338,10 @@ def test_gpu_check_overlap_loop_serves_prompts_and_finds_a_wrong_byte() -> None:
     )
     findings = [Finding(**json.loads(line)) for line in done.stdout.splitlines()]
     assert [each for each in findings if each.ok is False] == []
+    assert [each.value for each in findings if each.what == check.NOT_RUN] == [
+        "sgl_kernel is not installed",
+        "sglang.kernels is not installed",
+    ]
     found = {each.what: each.value for each in findings}
     assert found["the same with one wrong byte in the store"] > 0
     for mode in ("compute", "load", "auto", "T*"):
