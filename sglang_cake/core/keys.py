@@ -221,10 +221,16 @@ class KeyChain:
         return end_keys(block, count, *self._end_rank)
 
     def prefix_digest(self, tokens: Sequence[int]) -> bytes:
-        """32 bytes for all that the KV of the full blocks of `tokens` depends on: the last key, or
-        without a full block what starts the chain. Any thread."""
+        """32 bytes for all that the KV of `tokens` depends on, also behind the last block. Any
+        thread."""
         keys = self._hashed(tokens, ())
-        return keys[-1] if keys else self._seed.digest()
+        start = len(keys) * self._block_tokens
+        rest = self.media.without_pads(tokens)[start:]
+        hashed = hashlib.sha256(b"sglang_cake prompt v1")
+        hashed.update(keys[-1] if keys else self._seed.digest())
+        hashed.update(array("q", [len(rest)]) + rest)
+        hashed.update(self.media.digest(start, len(tokens)))
+        return hashed.digest()
 
     def _hashed(self, tokens: Sequence[int], known: Sequence[BlockKey]) -> list[BlockKey]:
         return block_keys(

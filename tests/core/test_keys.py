@@ -75,6 +75,21 @@ def test_key_chain_asked_in_any_order_has_a_key_for_each_of_its_blocks(
         assert len(chain.of(part)) == chain.block_count(len(part))
 
 
+@given(TOKENS, TOKENS, BLOCK, st.integers(0, 2))
+def test_key_chain_prefix_digests_are_equal_exactly_if_all_tokens_are(
+    tokens, others, block_tokens, next_tokens
+):
+    """The tokens behind the last block count too."""
+    chain = KeyChain(SEED, block_tokens, next_tokens=next_tokens)
+    digest = chain.prefix_digest(tokens)
+    assert (digest == chain.prefix_digest(others)) == (tokens == others)
+    assert digest == chain.prefix_digest(list(tokens))
+    if tokens:
+        assert digest != chain.prefix_digest([*tokens[:-1], tokens[-1] ^ 1])
+        assert digest != chain.prefix_digest(tokens[:-1])
+    assert digest != KeyChain(KeySeed(NAMESPACE, "e"), block_tokens).prefix_digest(tokens)
+
+
 def test_block_keys_image_that_begins_behind_a_block_changes_its_key_with_a_next_token():
     tokens = [*range(4), -5, -5]
     keys = {
@@ -221,9 +236,12 @@ def padded(media, numbers):
 def test_block_keys_of_media_do_not_depend_on_the_numbers_in_their_place(
     media, ones, others, block_tokens
 ):
-    one, other = (keys_of(padded(media, pads), media, block_tokens) for pads in (ones, others))
+    prompts = [padded(media, pads) for pads in (ones, others)]
+    one, other = (keys_of(prompt, media, block_tokens) for prompt in prompts)
     assert one == other
     assert len(set(one)) == LENGTH // block_tokens
+    chain = KeyChain(SEED, block_tokens, media)
+    assert chain.prefix_digest(prompts[0]) == chain.prefix_digest(prompts[1])
 
 
 def assert_differ_from(at, media, changed, block_tokens):
@@ -234,6 +252,8 @@ def assert_differ_from(at, media, changed, block_tokens):
     same = at // block_tokens
     assert before[:same] == after[:same]
     assert not set(before[same:]) & set(after[same:])
+    one, other = (KeyChain(SEED, block_tokens, each) for each in (media, changed))
+    assert one.prefix_digest(tokens) != other.prefix_digest(tokens)
 
 
 @given(medias(), BLOCK, st.data())
@@ -290,6 +310,14 @@ def test_block_keys_before_the_first_item_are_those_of_text(media, block_tokens)
     assert not set(keys_of(tokens, media, block_tokens)[same:]) & set(text[same:])
     indices = replace(media, positions=(INDEX, INDEX, INDEX), shift=0)
     assert keys_of(tokens, indices, block_tokens) == keys_of(tokens, media, block_tokens)
+
+
+def test_key_chain_prefix_digests_of_other_content_behind_the_last_block_differ():
+    medias = [Media((MediaItem(digest * 32, ((25, 29),)),)) for digest in (b"a", b"b")]
+    chains = [KeyChain(SEED, 20, media) for media in (*medias, Media())]
+    digests = [chain.prefix_digest(range(LENGTH)) for chain in chains]
+    assert len(set(digests)) == 3
+    assert len({chain.of(range(LENGTH))[0] for chain in chains}) == 1
 
 
 @given(medias(), BLOCK, st.lists(st.integers(0, LENGTH), max_size=4))

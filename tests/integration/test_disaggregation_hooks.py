@@ -306,7 +306,7 @@ def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the
     assert not harness.coordinator.keys.suspended
 
 
-@pytest.mark.parametrize("differs", ["salt", "tokens", "unknown"])
+@pytest.mark.parametrize("differs", ["salt", "first token", "last token", "unknown"])
 def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_is_empty(
     hooks: Hooks, harness: CoordinatorHarness, differs: str
 ) -> None:
@@ -323,8 +323,10 @@ def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_i
     other = generating(req)
     if differs == "salt":
         other.cache_salt = "other"
-    if differs == "tokens":
+    if differs == "first token":
         other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
+    if differs == "last token":  # in no full block
+        other.origin_input_ids = array("q", [*req.origin_input_ids[:-1], 9])
     received(hooks, right, other, metadata)
     assert right.keys.suspended
     assert list(right.live) == []
