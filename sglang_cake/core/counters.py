@@ -21,6 +21,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "fallback": ("compute", "load"),
     "repeated_lookups": ("",),
     "unnamed_requests": ("",),
+    "differing_prompts": ("",),
     "unkeyed_requests": ("media", "embeddings", "session", "id"),
     "read_blocks": ("",),
     "read_bytes": ("",),

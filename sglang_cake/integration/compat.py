@@ -267,12 +267,12 @@ def request_source(scheduler: "Scheduler") -> Any:
 
 
 def spare_metadata(buffers: "MetadataBuffers", place: int) -> "torch.Tensor":
-    """int64 `[4]`: a part of what a prefill server sends with a prompt's KV, which SGLang leaves
+    """int64 `[7]`: a part of what a prefill server sends with a prompt's KV, which SGLang leaves
     unused. Args: place: of the request in `buffers`."""
     import torch
 
     row: torch.Tensor = buffers.bootstrap_room[place]  # 8 numbers; the first is SGLang's
-    return row.view(torch.int64)[1:5]
+    return row.view(torch.int64)[1:]
 
 
 def abort_chunked_request(scheduler: "Scheduler", req: "Req") -> None:

@@ -33,6 +33,10 @@ _HELP = {
         "Requests left to SGLang because the digest of the weights or of the LoRA adapter was not "
         "known, or the tree had KV of another namespace."
     ),
+    "differing_prompts": (
+        "Requests of a decode server whose prompt differed from the one that the prefill server "
+        "computed: nothing of them is stored."
+    ),
     "unkeyed_requests": "Requests left to SGLang because keys do not cover their KV, by reason.",
     "read_blocks": "Blocks read from the store.",
     "read_bytes": "Bytes of blocks read from the store, encoded and with header.",

@@ -176,6 +176,29 @@ def test_pair_decode_server_stores_the_answer_and_the_prefill_server_loads_it(
         assert_same(lie, reference)
 
 
+def test_pair_prompt_that_differs_between_the_servers_is_kept_apart_from_others(
+    ordinary: Live, pair: Pair, prompt: Make
+) -> None:
+    """Its last token, in no full block, as with a template that has the time of day."""
+    document = prompt(10 * BLOCK + 7)
+    rendered = [*document[:-1], document[-1] ^ 1]
+    before, counted = pair.stored(), pair.decode.metric("differing_prompts_total")
+    room = pair.room()
+    decoding = PendingRequest(pair.decode, document, new_tokens=2 * BLOCK, **room)
+    prefilling = PendingRequest(pair.prefill, rendered, new_tokens=2 * BLOCK, **room)
+    decoding.answer()
+    prefilling.answer()
+    until(
+        lambda: pair.decode.metric("differing_prompts_total") == counted + 1, "it has been counted"
+    )
+    reference = ordinary.ask(document, new_tokens=2 * BLOCK, cache_salt="computed there")
+    answer, _ = pair.ask(document, new_tokens=2 * BLOCK)
+    assert_same(answer, reference)
+    until(lambda: sum(pair.stored()) >= sum(before) + 12, "the metrics are up to date")
+    assert [b - a for a, b in zip(before, pair.stored(), strict=True)] == [10, 2]
+    pair.flush()  # which SGLang refuses while a request has memory
+
+
 def test_pair_prompt_is_loaded_before_its_decode_server_is_there(
     ordinary: Live, pair: Pair, prompt: Make
 ) -> None:

@@ -8,7 +8,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from live import BLOCK, DRAFT_CHAIN, TOLERANCE, Start, accepted, distance, forge
+from live import (
+    BLOCK,
+    DRAFT_CHAIN,
+    TOLERANCE,
+    PendingRequest,
+    Start,
+    accepted,
+    distance,
+    forge,
+)
+from polling import until
 from server_pair import COMMON, Pair
 from tiny_drafts import VOCAB, build_qwen3_next_mtp
 from tiny_hybrids import Transformers, build_mellum, build_qwen3_next
@@ -99,6 +109,23 @@ def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
             forge(file, source.read_bytes()[HEADER_BYTES:])
         pair.flush()
         check(loaded=10 * BLOCK, same=False)
+        if stores_answers:
+            check_other_prompt(pair, document)
+
+
+def check_other_prompt(pair: Pair, document: list[int]) -> None:
+    """The servers have two prompts of one length. The decode server keeps the states out of its
+    tree, and gives them back."""
+    counted = pair.decode.metric("differing_prompts_total")
+    room = pair.room()
+    rendered = [*document[:-1], document[-1] ^ 1]
+    decoding = PendingRequest(pair.decode, document, new_tokens=2 * BLOCK, **room)
+    prefilling = PendingRequest(pair.prefill, rendered, new_tokens=2 * BLOCK, **room)
+    assert len(decoding.answer().tokens) == 2 * BLOCK
+    prefilling.answer()
+    until(lambda: pair.decode.metric("differing_prompts_total") == counted + 1, "it is counted")
+    pair.flush()
+    pair.decode.check_log()
 
 
 def check_next_turn(pair: Pair, model: Transformers, told: list[int], question: list[int]) -> None:

@@ -18,11 +18,12 @@ from registered_hooks import Hooks, hooks_of
 from sglang.srt.lora.lora_registry import LoRARef
 
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest, Span
+from sglang_cake.core.keys import Digest, Media, MediaItem, Span
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+from sglang_cake.integration.request import request_keys
 from sglang_cake.integration.scheduler import scheduler_hooks
 
 
@@ -306,37 +307,135 @@ def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the
     assert not harness.coordinator.keys.suspended
 
 
-@pytest.mark.parametrize("differs", ["salt", "first token", "last token", "unknown"])
-def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_is_empty(
-    hooks: Hooks, harness: CoordinatorHarness, differs: str
+@pytest.mark.parametrize("knows", ["neither", "prefill", "decode", "other weights"])
+def test_decode_server_that_finds_another_namespace_stores_nothing_until_its_tree_is_empty(
+    hooks: Hooks, harness: CoordinatorHarness, knows: str
 ) -> None:
     req: Any = req_of(2.5)
     req.metadata_buffer_index = 1
     before: Any = generating(req_of(2.5, "before"))
-    metadata, right = Metadata(), harness.coordinator
-    if differs == "unknown":
-        right.rebase(None, suspended=False)
+    metadata, coordinator = Metadata(), harness.coordinator
+    coordinator.rebase(None if knows in ("neither", "decode") else NAMESPACE, suspended=False)
     harness.arrive(req)
-    sent(hooks, right, req, metadata)
-    right.rebase(NAMESPACE, suspended=False)
+    sent(hooks, coordinator, req, metadata)
+    if knows in ("prefill", "neither"):
+        coordinator.rebase(None, suspended=False)
+    if knows == "decode":
+        coordinator.rebase(NAMESPACE, suspended=False)
+    if knows == "other weights":
+        coordinator.rebase(Digest(b"o" * 32), suspended=False)
     harness.arrive(before)
     other = generating(req)
-    if differs == "salt":
+    received(hooks, coordinator, other, metadata)
+    assert coordinator.on_everywhere()
+    assert not other.skip_radix_cache_insert
+    assert coordinator.keys.suspended
+    assert list(coordinator.live) == []
+    coordinator.rebase(NAMESPACE, suspended=coordinator.keys.suspended)
+    harness.arrive(req)
+    assert list(coordinator.live) == []
+    coordinator.emptied()
+    harness.arrive(req)
+    sent(hooks, coordinator, req, metadata_of := Metadata())
+    received(hooks, coordinator, generating(req), metadata_of)
+    assert list(coordinator.live) == [req.rid]
+
+
+def picture(content: bytes) -> Media:
+    """Of the last tokens of `req_of(2.5)`, in no full block."""
+    return Media((MediaItem(content * 32, ((2 * BLOCK + 1, 2 * BLOCK + 5),)),))
+
+
+DIFFERS = ["salt", "first token", "last token", "picture", "keys here", "keys there"]
+
+
+@pytest.mark.parametrize("differs", DIFFERS)
+def test_decode_server_prompt_that_differs_is_kept_out_of_the_tree_and_others_are_stored(
+    hooks: Hooks, harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch, differs: str
+) -> None:
+    """Each server renders templates, and fetches pictures, by itself."""
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    before, metadata, coordinator = req_of(2.5, "before"), Metadata(), harness.coordinator
+    other = generating(req)
+    match differs:
+        case "salt":
+            other.cache_salt = "other"
+        case "first token":
+            other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
+        case "last token":
+            other.origin_input_ids = array("q", [*req.origin_input_ids[:-1], 9])
+        case "picture":
+            pictures = {id(req): picture(b"a"), id(other): picture(b"b")}
+            media_of = lambda each: pictures.get(id(each), Media())  # noqa: E731
+            monkeypatch.setattr(request_keys, "media_of", media_of)
+        case "keys here":
+            other.session = object()
+        case "keys there":
+            req.session = object()
+    harness.arrive(before)
+    harness.arrive(req)
+    sent(hooks, coordinator, req, metadata)
+    coordinator.release(req.rid)
+    received(hooks, coordinator, other, metadata)
+    assert coordinator.on_everywhere()  # the poll that follows
+    assert other.skip_radix_cache_insert  # SGLang reads it when the request joins a batch
+    assert list(coordinator.live) == ["before"]
+    assert not coordinator.keys.suspended
+    assert harness.counters.snapshot()["differing_prompts", ""] == 1
+    received(hooks, coordinator, other, metadata)  # again, after a retraction
+    assert coordinator.on_everywhere()
+    assert list(coordinator.live) == ["before"]
+    same = generating(before)
+    before.metadata_buffer_index = 1
+    sent(hooks, coordinator, before, metadata := Metadata())
+    coordinator.release("before")
+    received(hooks, coordinator, same, metadata)
+    assert coordinator.on_everywhere()
+    assert not same.skip_radix_cache_insert
+    assert coordinator.record(same) is not None
+
+
+def test_decode_server_prompts_that_differ_are_one_line_of_the_log(
+    hooks: Hooks, harness: CoordinatorHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any client can send them."""
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    metadata = Metadata()
+    harness.arrive(req)
+    sent(hooks, harness.coordinator, req, metadata)
+    for number in range(5):
+        other = generating(req_of(2.5, f"other {number}"))
         other.cache_salt = "other"
-    if differs == "first token":
-        other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
-    if differs == "last token":  # in no full block
-        other.origin_input_ids = array("q", [*req.origin_input_ids[:-1], 9])
-    received(hooks, right, other, metadata)
-    assert right.keys.suspended
-    assert list(right.live) == []
+        received(hooks, harness.coordinator, other, metadata)
+        assert harness.coordinator.on_everywhere()
+    assert harness.counters.snapshot()["differing_prompts", ""] == 5
+    assert [record.args for record in caplog.records] == [("other 0", 1)]
+
+
+@pytest.mark.parametrize("foreign", ["namespace", "adapter"])
+def test_decode_server_whose_tree_has_foreign_kv_keeps_no_prompt_out_of_it(
+    hooks: Hooks, harness: CoordinatorHarness, foreign: str
+) -> None:
+    """It stores nothing of it anyway, and SGLang goes on using its tree."""
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    req.lora_id = None if foreign == "namespace" else "adapter"
+    metadata, coordinator = Metadata(), harness.coordinator
     harness.arrive(req)
-    assert list(right.live) == []
-    right.emptied()
-    harness.arrive(req)
-    sent(hooks, right, req, metadata_of := Metadata())
-    received(hooks, right, generating(req), metadata_of)
-    assert list(right.live) == [req.rid]
+    sent(hooks, coordinator, req, metadata)
+    if foreign == "namespace":
+        coordinator.rebase(NAMESPACE, suspended=True)
+    else:
+        coordinator.keys.adapter_is_foreign("adapter")
+    coordinator.release(req.rid)
+    other = generating(req)
+    other.lora_id = req.lora_id
+    received(hooks, coordinator, other, metadata)
+    assert coordinator.on_everywhere()
+    assert not other.skip_radix_cache_insert
+    assert list(coordinator.live) == []
 
 
 @pytest.mark.parametrize("adapter", ["unknown", "other"])
@@ -373,7 +472,7 @@ def test_decode_server_that_cannot_name_an_adapter_stores_nothing_of_that_adapte
 
 
 @pytest.mark.parametrize("prefill_adapter", ["adapter", "other", "unknown"])
-def test_decode_server_knows_the_adapter_of_a_prompt_without_keys(
+def test_decode_server_knows_the_adapter_of_a_prompt_of_a_server_with_a_detached_store(
     hooks: Hooks, harness: CoordinatorHarness, prefill_adapter: str
 ) -> None:
     """The prefill server has other files under the name of the adapter, and its store is detached.
@@ -390,14 +489,16 @@ def test_decode_server_knows_the_adapter_of_a_prompt_without_keys(
     answering = generating(req)
     answering.lora_id = "adapter"
     received(hooks, coordinator, answering, metadata)
-    assert list(coordinator.live) == []
+    own = [req.rid] if prefill_adapter == "adapter" else []
+    assert list(coordinator.live) == own
     assert not coordinator.keys.suspended
+    coordinator.release(req.rid)
     harness.arrive(answering)
-    assert list(coordinator.live) == ([req.rid] if prefill_adapter == "adapter" else [])
+    assert list(coordinator.live) == own
 
 
 @pytest.mark.parametrize("detached", ["prefill", "decode"])
-def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_keeps_its_namespace(
+def test_decode_server_with_a_detached_store_on_either_side_keeps_its_namespace_and_its_tree(
     hooks: Hooks, harness: CoordinatorHarness, detached: str
 ) -> None:
     req: Any = req_of(2.5)
@@ -408,8 +509,10 @@ def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_k
     sent(hooks, coordinator, req, metadata)
     coordinator.release(req.rid)
     coordinator.store_detached = detached == "decode"
-    received(hooks, coordinator, generating(req), metadata)
-    assert list(coordinator.live) == []
+    received(hooks, coordinator, answering := generating(req), metadata)
+    assert coordinator.on_everywhere()
+    assert list(coordinator.live) == ([] if detached == "decode" else [req.rid])
+    assert not answering.skip_radix_cache_insert
     assert not coordinator.keys.suspended
 
 
@@ -441,6 +544,19 @@ def test_decode_server_request_without_kv_is_left_alone(
     assert list(harness.coordinator.live) == []
 
 
+def test_prefill_server_that_failed_names_neither_weights_nor_prompt(
+    hooks: Hooks, harness: CoordinatorHarness
+) -> None:
+    """Its tree may have KV that no key names, before the other ranks know that it is off."""
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    harness.arrive(req)
+    harness.coordinator.release(req.rid)
+    harness.coordinator.switch_off()
+    sent(hooks, harness.coordinator, req, metadata := Metadata())
+    assert not metadata.bootstrap_room[:, 1:].view(torch.int64).any()
+
+
 def test_prefill_server_sends_no_digest_of_an_earlier_request(
     hooks: Hooks, harness: CoordinatorHarness
 ) -> None:
@@ -448,7 +564,7 @@ def test_prefill_server_sends_no_digest_of_an_earlier_request(
     req.metadata_buffer_index = 1
     harness.arrive(req)
     metadata = Metadata()
-    place = metadata.bootstrap_room.view(torch.int64)[1, 1:5]
+    place = metadata.bootstrap_room.view(torch.int64)[1, 1:]
     sent(hooks, harness.coordinator, req, metadata)
     of_prompt = place.tolist()
     for coordinator in (harness.coordinator, None):

@@ -307,6 +307,37 @@ def test_ranks_switched_off_rank_switches_off_the_other_once(ranks: TwoRanks) ->
     assert ranks.reductions == before  # nobody waits for anybody any more
 
 
+@pytest.mark.parametrize("knows_namespace", [True, False])
+def test_ranks_prompt_that_differs_on_one_rank_is_kept_out_of_the_trees_of_both(
+    ranks: TwoRanks, knows_namespace: bool
+) -> None:
+    """The trees of ranks must be equal. One rank of the prefill server may not know its keys yet,
+    and one of the decode server its namespace."""
+    first, second = (harness.coordinator for harness in ranks.harnesses)
+    digests = []
+    for harness in ranks.harnesses:
+        harness.arrive(req := req_of(2.5))
+        digests.append(harness.coordinator.prompt_digest(req))
+        harness.coordinator.release(req.rid)
+    assert digests[0] == digests[1]
+    if not knows_namespace:
+        first.rebase(None, suspended=False)
+    reqs: list[Any] = [FakeReq("r", array("q", range(2 * BLOCK + 8))) for _ in range(2)]
+    for req in reqs:
+        req.output_ids = array("q", [1])
+        req.skip_radix_cache_insert = False
+    first.save_answer(reqs[0], digests[0])
+    second.save_answer(reqs[1], digests[1][:-1] + b"?")
+    assert ranks.live() == [["r"] if knows_namespace else [], []]
+    assert ranks.both(lambda harness, rank: harness.coordinator.on_everywhere()) == [None, None]
+    assert [req.skip_radix_cache_insert for req in reqs] == [True, True]
+    assert ranks.live() == [[], []]
+    assert [first.off_everywhere, second.off_everywhere] == [False, False]
+    before = ranks.reductions
+    ranks.both(lambda harness, rank: harness.coordinator.on_everywhere())
+    assert ranks.reductions == before + 1  # what was received is agreed on once
+
+
 @pytest.mark.parametrize("second_knows", [True, False])
 def test_ranks_evicted_prompt_is_looked_up_again_by_both(
     ranks: TwoRanks, second_knows: bool

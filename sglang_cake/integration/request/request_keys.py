@@ -58,7 +58,7 @@ class RequestKeys:
             return None
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         unknown = self.namespace is None or (req.lora_id and adapter is None)
-        if unknown or self.suspended or req.lora_id in self._foreign_adapters:
+        if unknown or self.has_foreign_kv(req):
             self._counters.add("unnamed_requests")
             return None
         assert self.namespace is not None
@@ -71,6 +71,10 @@ class RequestKeys:
             return self.namespace
         adapter = self._adapter(req.lora_id)
         return None if adapter is None else KeySeed(self.namespace, adapter=adapter).digest()
+
+    def has_foreign_kv(self, req: "Req") -> bool:
+        """Whether the tree may give a request KV that its keys do not name."""
+        return self.suspended or req.lora_id in self._foreign_adapters
 
     def adapter_is_foreign(self, lora_id: str) -> bool:
         """The tree has KV of this adapter from now on that may be of other files or weights.

@@ -63,6 +63,9 @@ RECONSIDERED = 8
 RECONSIDER_S = 0.005
 # Only the first so many prompts that the link serves shorten steps of others.
 PASSED = 8
+# Bytes of the digest of the weights that a prefill server sends: SGLang leaves 56 bytes unused.
+SENT_WEIGHTS = 24
+LOG_EVERY_S = 60.0  # between two lines about prompts that differ
 # After an eviction, only the first so many waiting requests are looked for in the tree: each costs
 # a comparison of its tokens.
 MATCHED = 8
@@ -189,6 +192,11 @@ class Coordinator:
         self._kept: frozenset[str] = frozenset()
         # Ids of prompts whose loads may have begun before the ranks decided whether to load.
         self._undecided: dict[str, None] = {}
+        # Requests whose KV a prefill server has sent since the last poll, and whether it computed
+        # the same prompt, as far as this rank knows.
+        self._received: list[tuple[Req, bool]] = []
+        self._differing_prompts = 0
+        self._logged_s = -math.inf  # when a line about them was logged
         self._fcfs = FcfsSchedule(lambda tokens: step_costs.queue_s(work_of(*tokens)))
         # How many prompts were in prefill, or waited for it, at the last poll; and since then.
         self._prompt_count = 0
@@ -294,37 +302,69 @@ class Coordinator:
         return max(0, limit - self.keys.next_tokens)
 
     def prompt_digest(self, req: "Req") -> bytes:
-        """32 bytes that stand for all that the KV of a live prompt depends on. Without a record:
-        `RequestKeys.weights_digest`, or zeros if it is not known, or if the tree has KV of another
-        namespace."""
+        """What a prefill server sends with the KV of a prompt: SENT_WEIGHTS bytes of
+        `RequestKeys.weights_digest`, and 32 that stand for all that the KV depends on. Zeros stand
+        for weights that are not known, or KV of another namespace in the tree, and for a prompt
+        without keys."""
+        weights = None
+        if not self.off_here and not self.keys.suspended:
+            weights = self.keys.weights_digest(req)
+        prompt = None
         if (record := self.record(req)) is not None:
-            return record.key_chain.prefix_digest(record.tokens)
-        digest = None if self.keys.suspended else self.keys.weights_digest(req)
-        return digest or bytes(32)
+            prompt = record.key_chain.prefix_digest(record.tokens)
+        elif self.store_detached and (key_chain := self.keys.chain(req)) is not None:
+            prompt = key_chain.prefix_digest(req.origin_input_ids)  # no request has a record
+        return (weights or bytes(32))[:SENT_WEIGHTS] + (prompt or bytes(32))
 
     def save_answer(self, req: "Req", prompt_digest: bytes) -> None:
         """A decode server has the KV of a prompt, and is about to generate: have the blocks after
         the prompt stored. The prefill server stores the blocks of the prompt.
 
-        Args:
-            prompt_digest: as the prefill server found it. If this server finds another one, or none
-                yet, the tree has KV from now on that no key may name.
+        If the weights are the same and the prompt is another one, the KV joins no tree
+        (`on_everywhere`). If this server knows other weights, or none yet, the tree has KV from now
+        on that no key may name.
+
+        Args: prompt_digest: as the prefill server found it.
         """
         if self.off_here:
             return
         tokens = (req.origin_input_ids + req.output_ids)[:-1]  # the last one has no KV yet
         key_chain = self.keys.chain(req)
-        if key_chain is not None and key_chain.prefix_digest(tokens) != prompt_digest:
-            self._counters.add("unnamed_requests")
-            key_chain = None
-        if key_chain is None:
-            if prompt_digest != self.keys.weights_digest(req) and not self.keys.suspended:
-                self._received_other_kv(req)
-        elif not self.store_detached and not self._is_taken(req):
+        weights = self.keys.weights_digest(req)
+        same_prompt = True  # as far as it counts
+        if self.keys.has_foreign_kv(req):
+            pass  # until the tree is emptied
+        elif weights is None or weights[:SENT_WEIGHTS] != prompt_digest[:SENT_WEIGHTS]:
+            if key_chain is not None:
+                self._counters.add("unnamed_requests")
+            self._received_other_kv(req)
+        else:
+            own = bytes(32) if key_chain is None else key_chain.prefix_digest(tokens)
+            same_prompt = own == prompt_digest[SENT_WEIGHTS:]
+            stores = same_prompt and not self.store_detached and not self._is_taken(req)
+            if key_chain is not None and stores:
+                self.release(req.rid)
+                stored = (True,) * key_chain.block_count(len(tokens))
+                record = self._new_record(req, key_chain, tokens, limit=0, stored=stored)
+                self._keep(record)
+        self._received.append((req, same_prompt))
+
+    def _keep_out(self, req: "Req") -> None:
+        """The KV of a request is not that of its tokens and media: SGLang's tree does not get it,
+        so no other request goes on from it, and nothing of it is stored."""
+        req.skip_radix_cache_insert = True
+        if self.record(req) is not None:
             self.release(req.rid)
-            stored = (True,) * key_chain.block_count(len(tokens))
-            record = self._new_record(req, key_chain, tokens, limit=0, stored=stored)
-            self._keep(record)
+        self._counters.add("differing_prompts")
+        self._differing_prompts += 1
+        if (now_s := time.monotonic()) - self._logged_s >= LOG_EVERY_S:  # clients can cause it
+            self._logged_s = now_s
+            logger.warning(
+                "cake: the prompt of request %s has other tokens or media on the prefill server, "
+                "so nothing of it is stored; %d such requests so far",
+                req.rid,
+                self._differing_prompts,
+            )
 
     def _received_other_kv(self, req: "Req") -> None:
         """Until the tree is emptied, nothing is stored of prompts that could go on from the KV of
@@ -407,14 +447,26 @@ class Coordinator:
     def on_everywhere(self) -> bool:
         """Whether cake is on, on every rank. If it is not, all requests have ended on all ranks.
 
+        A prompt that differs from the prefill server's on one rank is kept out of the trees of all:
+        ranks must have the same tree.
+
         Each rank calls it at the start of each poll with prompts to prefill, and of the first poll
         after an unsafe hook.
         """
-        if not self.off_everywhere and not self._consensus.everywhere(not self.off_here):
+        if self.off_everywhere:
+            return False
+        received, self._received = self._received, []
+        same = [same_prompt for _, same_prompt in received]
+        on, all_same = self._consensus.all_of([not self.off_here, all(same)])
+        if not on:
             self.off_here = True
             self.off_everywhere = True
             self.release_all()
-        return not self.off_everywhere
+        elif not all_same:  # no rank has failed, so the ranks have received the same requests
+            for (req, _), is_same in zip(received, self._consensus.all_of(same), strict=True):
+                if not is_same:
+                    self._keep_out(req)
+        return on
 
     # ---- once a step ----
 

@@ -91,11 +91,15 @@ class RankConsensus:
 
     def everywhere(self, here: bool) -> bool:
         """Whether something is so on every rank. Every rank must call this at the same point."""
+        return self.all_of([here])[0]
+
+    def all_of(self, here: Sequence[bool]) -> list[bool]:
+        """`everywhere` for several facts, equally many on each rank."""
         if self._reduce_min is None:
-            return here
-        tensor = torch.tensor([here], dtype=torch.float64)
+            return list(here)
+        tensor = torch.tensor(here, dtype=torch.float64)
         self._reduce_min(tensor)
-        return bool(tensor.item())
+        return [bool(number) for number in tensor.tolist()]
 
     def vote(self, records: Sequence[PromptRecord | None], *, failed: bool, evicts: bool) -> Vote:
         """Keep ranks whose records differ from reducing different lists.

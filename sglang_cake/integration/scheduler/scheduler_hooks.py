@@ -216,7 +216,7 @@ def _send_digest(
         spare.zero_()
         coordinator = _coordinator(scheduler)
         if coordinator is not None:
-            numbers = struct.unpack("4q", coordinator.prompt_digest(req))
+            numbers = struct.unpack("7q", coordinator.prompt_digest(req))
             spare.copy_(torch.tensor(numbers, dtype=torch.int64))
 
 
@@ -228,7 +228,7 @@ def _received(_: None, transfers: "DecodeTransferQueue", decode_req: "DecodeRequ
     if coordinator is None or req.skip_radix_cache_insert or req.finished():
         return
     spare = spare_metadata(transfers.metadata_buffers, decode_req.metadata_buffer_index)
-    coordinator.save_answer(req, struct.pack("4q", *spare.tolist()))
+    coordinator.save_answer(req, struct.pack("7q", *spare.tolist()))
 
 
 def _recomputed(payload: dict[str, Any], req: "Req") -> dict[str, Any]:
