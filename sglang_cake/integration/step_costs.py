@@ -141,6 +141,12 @@ class StepCosts:
         return PromptCosts(self._fit.cost, self._loader.cost)
 
     @property
+    def known(self) -> PromptCosts | None:
+        """`own`; None: a part of it is a guess, as on a decode server, which does not prefill."""
+        own = self.own
+        return own if self.measured and own.load in self._loader.costs else None
+
+    @property
     def measured(self) -> bool:
         """Whether a step was measured here; otherwise costs are guessed or remembered."""
         return self._fit.measured

@@ -79,6 +79,7 @@ def test_request_metadata_benefit_is_the_measured_cost():
     assert facts().tokens == 100
     never = PromptCosts(PrefillCost(0.01, 0.0, 0.0), LoadCost(0.0, 0.0, depth=1))
     assert facts(costs=never).benefit is None
+    assert facts(costs=None).benefit is None
 
 
 def test_request_metadata_ids_with_surrogates_are_told_apart():

@@ -67,6 +67,23 @@ def test_step_costs_recalled_for_another_store_leave_measured_steps_as_the_ranks
     assert [call.args[0] for call in loader.recall.call_args_list] == [loads, loads]
 
 
+def test_step_costs_known_are_none_until_a_step_and_a_load_were_measured() -> None:
+    """A decode server, which neither computes prompts nor loads, has none."""
+    guess, load = LoadCost(0.0, 0.05), LoadCost(0.0, 0.02)
+    loader = Mock(cost=guess, costs=[None])
+    step_costs = StepCosts(loader, COST, chunk_tokens=64, pipelined=True)
+    assert step_costs.known is None
+    step_costs.scheduling(decodes=0)
+    step_costs.claimed(0, 64)
+    step_costs.step_launched(Timer(0.08, ended=True))
+    step_costs.polled()
+    assert step_costs.known is None
+    loader.costs = [None, load]  # of a tier that was not read last
+    assert step_costs.known is None
+    loader.cost = load
+    assert step_costs.known == PromptCosts(step_costs.own.prefill, load)
+
+
 AUTO = CakeConfig(mode="auto", block_tokens=16, min_load_tokens=16)
 NOTHING, QUEUE = StepWork(), StepWork(tokens=640)
 

@@ -72,12 +72,14 @@ def most_slots(req: "Req") -> int:
 
 
 def facts_of(
-    req: "Req", load_id: str, tokens: "array[int]", costs: PromptCosts, block_tokens: int
+    req: "Req", load_id: str, tokens: "array[int]", costs: PromptCosts | None, block_tokens: int
 ) -> RequestFacts:
     """The facts for the store. Ids and salts are hashed: the store can compare them and not read
     them.
 
-    Args: load_id: names this request in this process.
+    Args:
+        load_id: names this request in this process.
+        costs: as measured; None: the store keeps those that it has.
     """
     given = req.sampling_params.custom_params
     workload = given.get(FIELD) if isinstance(given, dict) else None
@@ -90,11 +92,13 @@ def facts_of(
     )
 
 
-def _benefit(costs: PromptCosts, block_tokens: int) -> Benefit | None:
+def _benefit(costs: PromptCosts | None, block_tokens: int) -> Benefit | None:
+    if costs is None:
+        return None
     prefill = costs.prefill
     try:
         return Benefit(block_tokens, prefill.token_s, prefill.pair_s, costs.load.block_s)
-    except ValueError:  # nothing was measured, or the fit is unusable: the store keeps its own
+    except ValueError:  # the fit is unusable
         return None
 
 

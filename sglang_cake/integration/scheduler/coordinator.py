@@ -1241,7 +1241,7 @@ class Coordinator:
             load_id=load_id,
             tokens=tokens,
             key_chain=key_chain,
-            facts=facts_of(req, load_id, tokens, self.step_costs.own, self.block_tokens),
+            facts=facts_of(req, load_id, tokens, self.step_costs.known, self.block_tokens),
             meet=Meet(
                 block_tokens=self.block_tokens,
                 page_tokens=self._page_tokens,
