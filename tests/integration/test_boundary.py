@@ -384,7 +384,10 @@ def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
     receiver = SimpleNamespace(recv_from_tokenizer=source)
     (idle,) = (each for each in registry if each.endswith("Scheduler.on_idle"))
     scheduler = SimpleNamespace(
-        tree_cache=tree, request_receiver=receiver, require_mlp_sync=ranks == "DP attention"
+        tree_cache=tree,
+        request_receiver=receiver,
+        require_mlp_sync=ranks == "DP attention",
+        disagg_prefill_inflight_queue=None,  # not a prefill server
     )
     registry[idle][0][1](None, scheduler)
     assert calls == slept

@@ -196,6 +196,44 @@ def test_prefill_server_of_sglang_0_5_22_sends_no_prefix_while_blocks_are_copied
     assert sent == ([] if copying else [req])
 
 
+@pytest.mark.parametrize(
+    ("place", "sleeps"),
+    [
+        ("bootstrap queue", False),
+        ("inflight queue", False),
+        ("waiting queue", False),
+        ("in chunks", False),
+        ("nowhere", True),
+    ],
+)
+def test_prefill_server_sleeps_for_loads_only_while_no_request_awaits_its_decode_server(
+    hooks: Hooks, server: PrefillServer, place: str, sleeps: bool
+) -> None:
+    """No message of a decode server wakes the scheduler: a finished transfer, or the handshake of a
+    prompt that was begun before it, would be noticed late."""
+    slept: list[float] = []
+    server.tree_cache.coordinator = SimpleNamespace(
+        waiting=True, live={"loads": None}, alone=True, loads_over_in_s=2.0
+    )
+    server.tree_cache.service = SimpleNamespace(
+        waker=SimpleNamespace(sleep=lambda requests, over_in_s: slept.append(over_in_s))
+    )
+    server.tree_cache.runahead = None
+    loads, other = (
+        SimpleNamespace(pending_bootstrap=awaits) for awaits in (False, place != "nowhere")
+    )
+    scheduler: Any = server
+    scheduler.require_mlp_sync = False
+    scheduler.request_receiver = SimpleNamespace(recv_from_tokenizer="socket")
+    scheduler.disagg_prefill_inflight_queue = [other] * (place == "inflight queue")
+    scheduler.disagg_prefill_bootstrap_queue.queue += [other] * (place == "bootstrap queue")
+    scheduler.waiting_queue = [loads, *[other] * (place == "waiting queue")]
+    scheduler.chunked_req = other if place == "in chunks" else None
+    hooks["on_idle"](None, scheduler)
+    assert slept == ([2.0] if sleeps else [])
+    assert BOUNDARY.counts["Scheduler.on_idle"] == 0
+
+
 def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_device() -> None:
     ended: set[int] = set()
 

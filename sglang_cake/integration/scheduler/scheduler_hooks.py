@@ -174,6 +174,16 @@ def _handshaking(scheduler: "Scheduler") -> "list[Req]":
     return [] if queue is None else list(queue.queue)
 
 
+def _is_sending(scheduler: "Scheduler") -> bool:
+    """Whether a prefill server has a request whose KV is being sent, or one that was begun before a
+    decode server was ready for it."""
+    sending = scheduler.disagg_prefill_inflight_queue
+    if sending is None:  # not a prefill server
+        return False
+    prompts = (scheduler.chunked_req, *scheduler.waiting_queue)
+    return bool(sending) or any(req is not None and req.pending_bootstrap for req in prompts)
+
+
 def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:
     keep_apart_from_adapters(req)  # the tree is asked for no match before
     queues = (scheduler.waiting_queue, _handshaking(scheduler))
@@ -246,7 +256,7 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
         return
     tree = scheduler.tree_cache
     requests = request_source(scheduler)
-    if tree.runahead is not None:
+    if tree.runahead is not None or _is_sending(scheduler):
         time.sleep(_POLL_PAUSE_S)
     elif requests is not None:  # otherwise this rank waits for the one that receives requests
         # Loads and requests of other ranks do not wake this one.
