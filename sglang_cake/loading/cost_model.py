@@ -481,6 +481,8 @@ class LoadFit:
     def received(self, took_s: float) -> None:
         """A block's bytes arrived in `took_s`, from the first one to the last; 0: not known."""
         cost = self.cost
+        if took_s == cost.coming_s:  # as ever, with a store that does not report its progress
+            return
         weight = _NEWEST_LATENCY if cost.coming_s else 1.0
         self.cost = replace(cost, coming_s=cost.coming_s + weight * (took_s - cost.coming_s))
 

@@ -290,6 +290,13 @@ def test_load_fit_cost_recalled_as_zero_is_learned_again(first: bool) -> None:
     assert fit.cost.load_s(1) == pytest.approx(0.5, rel=0.05)
 
 
+def test_load_fit_without_progress_of_reads_makes_no_other_cost() -> None:
+    fit = LoadFit(LoadCost(0.0, 1.0))
+    before = fit.cost
+    fit.received(0.0)
+    assert fit.cost is before
+
+
 def test_load_cost_is_latency_plus_blocks() -> None:
     cost = LoadCost(0.5, 0.1, copy_s=0.01)
     assert cost.load_s(0) == 0
