@@ -325,7 +325,7 @@ class StepCosts:
 
     def is_overdue(self, record: PromptRecord) -> bool:
         """Whether a block of the request should have landed by now."""
-        return is_overdue(record.meet.view(), self.costs(record), record.progress)
+        return is_overdue(record.meet.view(), self.costs_alone(record), record.progress)
 
     def is_stalled(self, record: PromptRecord) -> bool:
         """Whether the loads of the request have stalled. Asked of all waiting requests, so the
@@ -375,10 +375,10 @@ class StepCosts:
     def _waiting(self, record: PromptRecord, ahead: StepWork, busy_s: float) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
-        alone = replace(self.costs_alone(record), pipelined=self.pipelined)
-        costs = alone.beside(StepWork(decodes=self._decodes), self.pause_s)
+        costs = self.costs_alone(record)
+        costs = costs.beside(StepWork(decodes=self._decodes), self.pause_s)
         queue_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
-        return replace(costs, backlog_s=busy_s + queue_s)
+        return replace(costs, backlog_s=busy_s + queue_s, pipelined=self.pipelined)
 
     @property
     def _waiting_chunk_tokens(self) -> int:

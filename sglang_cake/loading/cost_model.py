@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -129,8 +130,8 @@ class PrefillCost:
 
     def span_s(self, start: int, stop: int, chunk_tokens: int) -> float:
         """All steps of at most `chunk_tokens` over `[start, stop)`."""
-        if stop <= start:
-            return 0.0
+        if stop - start <= chunk_tokens:
+            return self.step_s(start, stop)
         more = -(-(stop - start) // chunk_tokens) - 1  # whole steps before the last
         last = start + more * chunk_tokens
         prefix = more * start + chunk_tokens * more * (more - 1) / 2
@@ -169,8 +170,7 @@ def pairs(start: float, stop: float) -> float:
     return tokens * start + tokens * (tokens + 1) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """The work of one step: prefilled spans of every request in it, and requests that decode.
 
     Attributes:
@@ -182,7 +182,7 @@ class StepWork:
     decodes: int = 0
     prefix_tokens: int = 0
 
-    def __add__(self, other: "StepWork") -> "StepWork":
+    def __add__(self, other: "StepWork") -> "StepWork":  # type: ignore[override]  # the sum, not both
         return StepWork(
             self.tokens + other.tokens,
             self.pairs + other.pairs,
@@ -319,13 +319,28 @@ class LoadCost:
                 longer than predicted, the link is slower than it was.
             any_landed: a block has landed, so the latency is over.
         """
-        if blocks <= 0:
-            return 0.0
+        return self.pace(since_s, any_landed=any_landed).load_s(blocks)
+
+    def pace(self, since_s: float, *, any_landed: bool) -> "LoadPace":
+        """How blocks are predicted to land from now on. Args: as for `load_s`."""
         first_s = self._next_s(any_landed)
         # An overdue block is predicted to take as long again, so that no prompt waits for ever.
         next_s = abs(first_s - since_s)
         block_s = max(self.block_s, (since_s - first_s) / self.depth)
-        return next_s + block_s * (blocks - 1) + self.copy_s
+        return LoadPace(next_s, block_s, self.copy_s)
+
+
+class LoadPace(NamedTuple):
+    """Predicted seconds of loads under way: the next block after `next_s`, then one each `block_s`.
+    The last one is copied in `copy_s`."""
+
+    next_s: float
+    block_s: float
+    copy_s: float
+
+    def load_s(self, blocks: int) -> float:
+        """Time until `blocks` more have landed."""
+        return self.next_s + self.block_s * (blocks - 1) + self.copy_s if blocks > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,15 +376,17 @@ class PromptCosts:
     pause_s: float = 0.0
 
     def beside(self, others: StepWork, pause_s: float = 0.0) -> "PromptCosts":
-        """The costs of a prompt in steps that do `others` as well, each before a pause."""
-        others_s = self.prefill.work_s(others) if others != StepWork() else 0.0
-        prefill = self.prefill.beside(others)
-        return replace(
-            self,
-            prefill=replace(prefill, fixed_s=prefill.fixed_s + pause_s),
-            others_s=others_s + (pause_s if others.tokens else 0.0),
-            pause_s=pause_s,
-        )
+        """The costs of a prompt, which are those that it has alone, in steps that do `others` as
+        well, each before a pause."""
+        if others == StepWork() and not pause_s:
+            return self
+        prefill, others_s = self.prefill, 0.0
+        if others != StepWork():
+            others_s = prefill.work_s(others) + (pause_s if others.tokens else 0.0)
+            prefill = prefill.beside(others)
+        if pause_s:
+            prefill = replace(prefill, fixed_s=prefill.fixed_s + pause_s)
+        return replace(self, prefill=prefill, others_s=others_s, pause_s=pause_s)
 
 
 @dataclass(frozen=True, slots=True)

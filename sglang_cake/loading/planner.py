@@ -26,6 +26,7 @@ from sglang_cake.core.keys import Span
 from sglang_cake.loading.cost_model import (
     NO_TIER,
     LoadCost,
+    LoadPace,
     PrefillCost,
     PromptCosts,
     StepWork,
@@ -49,11 +50,16 @@ PASSING_COST = 3.0
 # No step goes further towards the meeting point than this share when predictions are poor.
 _LEAST_SURE = 0.5
 
-_PRESENT = bytes(1 if s is BlockState.LANDED else 0 for s in BlockState)
-_TO_BE_PRESENT = bytes(1 if s in (BlockState.LANDED, BlockState.WANTED) else 0 for s in BlockState)
-_WANTED = bytes(1 if s is BlockState.WANTED else 0 for s in BlockState)
-_PAD = bytes(256 - len(BlockState))
-_IN_TIER_0 = bytes([NO_TIER, 0]) + bytes(254)  # turns the mark of a block into its tier
+
+def _marks_of(*states: BlockState) -> bytes:
+    """A table for `bytes.translate` that marks blocks in one of `states`."""
+    return bytes(state in states for state in range(256))
+
+
+_PRESENT = _marks_of(BlockState.LANDED)
+_TO_BE_PRESENT = _marks_of(BlockState.LANDED, BlockState.WANTED)
+_WANTED = _marks_of(BlockState.WANTED)
+_IN_TIER_0 = bytes(0 if marked else NO_TIER for marked in _WANTED)  # the tier of a block
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -130,110 +136,176 @@ def look_ahead(
 
     Args: chunk_tokens: the most that one step computes.
     """
-    wanted = view.states.translate(_WANTED + _PAD)
-    present = view.states.translate(_TO_BE_PRESENT + _PAD)
-    later = _worth_loading(view, present, costs.prefill)
+    return _Ways(view, chunk_tokens, costs, progress).outlook()
 
-    if not is_asked(view, progress.load_from):
-        progress = replace(progress, since_s=0.0)
-    loads = _Loads(view, costs, progress)
-    unbroken, overlap_s = _overlap_gain(view, later, chunk_tokens, costs)
 
-    def link_s(border: int) -> float:  # until the last step can begin
-        return max(0.0, loads.load_s(border) - (overlap_s if border >= unbroken else 0.0))
+class _Split(NamedTuple):
+    """A way in which the device computes up to a border, and blocks right of it are loaded.
 
-    def token(border: int) -> int:
+    Attributes:
+        start_s: when the device begins.
+        jumped: the blocks that it jumps over.
+        border: the border with the earliest end, which is at `end_s`.
+    """
+
+    start_s: float
+    jumped: "_Jumped"
+    border: int
+    end_s: float
+
+
+class _Ways:
+    """The times that `look_ahead` predicts. Each is found when it is asked for: the best split
+    takes far longer than the others.
+
+    A border is the first block that is loaded, counted from the front. Only borders at a block that
+    is to come matter, since no load depends on the others. With end states, the device computes
+    landed blocks left of the border.
+    """
+
+    def __init__(
+        self, view: View, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
+    ) -> None:
+        self._view = view
+        self._chunk_tokens = chunk_tokens
+        self._costs = costs
+        wanted = view.states.translate(_WANTED)
+        present = view.states.translate(_TO_BE_PRESENT)
+        self._later = _worth_loading(view, present, costs.prefill)
+        if not is_asked(view, progress.load_from):
+            progress = replace(progress, since_s=0.0)
+        self._loads = _Loads(view, costs, progress)
+        self._unbroken, self._overlap_s = _overlap_gain(view, self._later, chunk_tokens, costs)
+        self._not_stored = _ToCompute(view, self._later, chunk_tokens, costs.prefill)
+        self._landed = _attachable(view)
+        self._computed = _ToCompute(view, self._landed, chunk_tokens, costs.prefill)
+        self._candidates = present if view.end_blocks else wanted
+        self._borders = range(self._candidates.rfind(1) + 2)
+
+    # The pause after the last step comes after the first token.
+
+    @property
+    def compute_s(self) -> float:
+        """The time of computing all."""
+        costs = self._costs
+        rest_s = _rest_s(self._view, self._chunk_tokens, costs, self._computed)
+        return costs.backlog_s + rest_s - costs.pause_s
+
+    @property
+    def load_s(self) -> float:
+        """The time of loading all."""
+        backlog_s = self._costs.backlog_s  # and nothing is computed before the loads are over
+        planned_s = 0.0 if self._costs.pipelined else backlog_s
+        return self._end_s(0, backlog_s, planned_s) - self._costs.pause_s
+
+    def outlook(self) -> Outlook:
+        """All three times, and where computing meets loading."""
+        view, costs = self._view, self._costs
+        starts_s = [costs.backlog_s]
+        if costs.tiers is not None and not view.end_blocks:
+            # With end states, the front jumps over all blocks together.
+            starts_s += self._loads.waits_s(costs)
+        splits = [self._best_from(start_s) for start_s in starts_s]
+        best = min(splits, key=lambda split: split.end_s)
+        start = self._token(best.border)
+        # Blocks that are not stored are computed in any case.
+        meet_token = min(_next_run(view, self._later, start)[0], self._token(self._borders[-1]))
+        meet_token = max(start, meet_token)
+        wait_s = math.inf
+        if best is not splits[0]:
+            meet_token = view.front
+            wait_s = best.start_s
+        elif costs.tiers is not None and meet_token > view.front:
+            meet_token = min(meet_token, _next_run(view, best.jumped.marks, view.front)[0])
+            if meet_token == view.front:
+                wait_s = float(self._loads.landing_s()[0])
+        return Outlook(
+            compute_s=self.compute_s,
+            load_s=self.load_s,
+            both_s=best.end_s - costs.pause_s,
+            meet_token=meet_token,
+            wait_s=wait_s,
+        )
+
+    def _token(self, border: int) -> int:
+        view = self._view
         return max(view.front, (view.first + border) * view.block_tokens)
 
-    not_stored = _ToCompute(view, later, chunk_tokens, costs.prefill)
+    def _link_s(self, border: int) -> float:
+        """The time until the last step can begin."""
+        overlap_s = self._overlap_s if border >= self._unbroken else 0.0
+        return max(0.0, self._loads.load_s(border) - overlap_s)
 
-    def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
-        return not_stored.span_s(x, view.prompt_tokens)
+    def _rest_s(self, x: int) -> float:
+        """The time to compute the tokens right of x that are not stored."""
+        return self._not_stored.span_s(x, self._view.prompt_tokens)
 
-    # A border is the first block that is loaded, counted from the front. Only borders at a block
-    # that is to come matter, since no load depends on the others. With end states, the device
-    # computes landed blocks left of the border.
-    candidates = present if view.end_blocks else wanted
-    borders = range(candidates.rfind(1) + 2)
+    def _end_s(self, border: int, device_s: float, planned_s: float) -> float:
+        """The end of a split.
 
-    def both_from(jumped: _Jumped, start_s: float) -> tuple[Callable[[int], float], int]:
-        """The predicted time by border, and the best border, if the device begins at `start_s` and
-        jumps over the blocks of `jumped`."""
-        computed = _ToCompute(view, jumped.marks, chunk_tokens, costs.prefill)
+        Args:
+            device_s: when the device has computed up to the border.
+            planned_s: when the step is planned that begins there.
+        """
+        loads_s, costs = self._link_s(border), self._costs
+        begin_s = max(loads_s, device_s)
+        if costs.others_s and (loads_s > device_s or loads_s > planned_s):
+            begin_s = _delayed_step_s(loads_s, device_s, costs)
+        return begin_s + self._rest_s(self._token(border))
+
+    def _best_from(self, start_s: float) -> _Split:
+        """The best split if the device begins at `start_s`."""
+        view, costs, chunk_tokens = self._view, self._costs, self._chunk_tokens
+        borders = self._borders
+        jumped = _jumped(view, self._loads, chunk_tokens, costs, start_s)
+        computed = self._computed
+        if jumped.marks != self._landed:
+            computed = _ToCompute(view, jumped.marks, chunk_tokens, costs.prefill)
+        plan_matters = costs.pipelined and costs.others_s
 
         def ahead_s(x: int) -> float:  # until the device has computed up to x
-            waits_s = (wait_s for at, wait_s in jumped.waits_s if at < x)
+            waits_s = [wait_s for at, wait_s in jumped.waits_s if at < x]
             return start_s + computed.span_s(view.front, x) + sum(waits_s)
 
         def planned_s(x: int) -> float:  # until the step is planned that begins at x
-            if not costs.pipelined:
-                return ahead_s(x)
             return ahead_s(x - (x - view.front - 1) % chunk_tokens - 1) if x > view.front else 0.0
 
-        def both_s(border: int) -> float:
-            x = token(border)
-            loads_s, device_s = link_s(border), ahead_s(x)
-            if costs.others_s and (loads_s > device_s or loads_s > planned_s(x)):
-                return _delayed_step_s(loads_s, device_s, costs) + rest_s(x)
-            return max(loads_s, device_s) + rest_s(x)
+        def end_s(border: int) -> float:
+            x = self._token(border)
+            device_s = ahead_s(x)
+            return self._end_s(border, device_s, planned_s(x) if plan_matters else device_s)
 
         def around(ready_s: Callable[[int], float]) -> set[int]:  # where loads end at `ready_s`
-            meet = bisect_left(borders, 0.0, key=lambda b: ready_s(token(b)) - link_s(b))
+            meet = bisect_left(
+                borders, 0.0, key=lambda b: ready_s(self._token(b)) - self._link_s(b)
+            )
             return {max(0, min(meet, borders[-1])), max(0, meet - 1)}
 
         near = around(ahead_s)
         # If other requests use the device, two borders are compared. With the first one, the loads
         # are over when the plan is made. With the second one, they are over when a step of others
         # ends.
-        plan_matters = costs.pipelined and costs.others_s
-        best = min(near | around(planned_s) if plan_matters else near, key=both_s)
+        ends_s = {b: end_s(b) for b in (near | around(planned_s) if plan_matters else near)}
+        best = min(ends_s, key=ends_s.__getitem__)
+        least_s = ends_s[best]
         if costs.others_s:
-            least_s = both_s(best)
             border = min(near)
             # Further left loads end no sooner, and as much is computed after them.
             after_s = costs.others_s * costs.pipelined
-            after_s += rest_s(_next_run(view, later, token(border))[1])
-            while (border := candidates.rfind(1, 0, border)) >= 0:
-                if link_s(border) + after_s >= least_s:
+            after_s += self._rest_s(_next_run(view, self._later, self._token(border))[1])
+            while (border := self._candidates.rfind(1, 0, border)) >= 0:
+                if self._link_s(border) + after_s >= least_s:
                     break
-                if (took_s := both_s(border)) < least_s:
+                if (took_s := end_s(border)) < least_s:
                     best = border
                     least_s = took_s
-        return both_s, best
-
-    starts_s = [costs.backlog_s]
-    if not view.end_blocks:  # with end states, the front jumps over all blocks together
-        starts_s += loads.waits_s(costs)
-    jumped = [_jumped(view, loads, chunk_tokens, costs, start_s) for start_s in starts_s]
-    plans = [both_from(*each) for each in zip(jumped, starts_s, strict=True)]
-    took_s = [both_s(border) for both_s, border in plans]
-    number = took_s.index(min(took_s))
-    best = plans[number][1]
-    # Blocks that are not stored are computed in any case.
-    meet_token = min(_next_run(view, later, token(best))[0], token(borders[-1]))
-    meet_token = max(token(best), meet_token)
-    wait_s = math.inf
-    if number:
-        meet_token = view.front
-        wait_s = starts_s[number]
-    elif costs.tiers is not None and meet_token > view.front:
-        meet_token = min(meet_token, _next_run(view, jumped[0].marks, view.front)[0])
-        if meet_token == view.front:
-            wait_s = float(loads.landing_s()[0])
-    # The pause after the last step comes after the first token.
-    return Outlook(
-        compute_s=costs.backlog_s + _rest_s(view, chunk_tokens, costs) - costs.pause_s,
-        load_s=plans[0][0](0) - costs.pause_s,
-        both_s=took_s[number] - costs.pause_s,
-        meet_token=meet_token,
-        wait_s=wait_s,
-    )
+        return _Split(start_s, jumped, best, least_s)
 
 
 def with_loads(costs: PromptCosts, view: View, tiers: TierLoads) -> PromptCosts:
     """The costs of a prompt with these loads."""
-    wanted = tiers.tiers_of(view.states.translate(_WANTED + _PAD), view.first)
-    present = tiers.tiers_of(view.states.translate(_TO_BE_PRESENT + _PAD), view.first)
+    wanted = tiers.tiers_of(view.states.translate(_WANTED), view.first)
+    present = tiers.tiers_of(view.states.translate(_TO_BE_PRESENT), view.first)
     several = len({*present} - {NO_TIER}) > 1
     silence_s = max((tiers.silence_s[tier] for tier in {*wanted} - {NO_TIER}), default=0.0)
     load = tiers.average(wanted)
@@ -251,8 +323,15 @@ def next_landings(
     """The wanted blocks that land within some time, and a few more: as many as are read at once.
     The first one to land is first."""
     loads = _Loads(view, costs, progress)
-    lands_s = loads.landing_s()[::-1]  # of blocks that land together, the last one comes first
     count = min(loads.count_within(within_s), view.states.count(BlockState.WANTED))
+    if costs.tiers is None:  # one tier is read from the end of the prompt
+        blocks: list[int] = []
+        at = len(view.states)
+        while len(blocks) < count:
+            at = view.states.rfind(BlockState.WANTED, 0, at)
+            blocks.append(view.first + at)
+        return blocks
+    lands_s = loads.landing_s()[::-1]  # of blocks that land together, the last one comes first
     soonest = np.argsort(lands_s, kind="stable")[:count]
     return [view.first + len(lands_s) - 1 - int(at) for at in soonest]
 
@@ -267,48 +346,49 @@ class _Loads:
     """
 
     def __init__(self, view: View, costs: PromptCosts, progress: LoadProgress) -> None:
-        self._present = view.states.translate(_TO_BE_PRESENT + _PAD)
         self._ends = view.end_wanted
         self._end_tier = 0
-        wanted = view.states.translate(_WANTED + _PAD)
+        # Of use only before an end.
+        self._present = view.states.translate(_TO_BE_PRESENT) if self._ends else b""
         if costs.tiers is None:
             self._costs: Sequence[LoadCost] = (costs.load,)
             silence_s: Sequence[float] = (costs.silence_s,)
-            self.where = wanted.translate(_IN_TIER_0)
-            self._landed_tiers = b"\x00" if progress.any_landed else b""
+            self.where = view.states.translate(_IN_TIER_0)
+            landed_tiers = b"\x00"
         else:
             self._costs = costs.tiers.costs
             silence_s = costs.tiers.silence_s
-            self.where = costs.tiers.tiers_of(wanted, view.first)
+            self.where = costs.tiers.tiers_of(view.states.translate(_WANTED), view.first)
             # Within a tier, landed blocks are right of all that are wanted.
-            landed = view.states.translate(_PRESENT + _PAD)
-            self._landed_tiers = (
-                costs.tiers.tiers_of(landed, view.first) if progress.any_landed else b""
-            )
+            landed_tiers = costs.tiers.tiers_of(view.states.translate(_PRESENT), view.first)
             if self._ends:
                 self._end_tier = costs.tiers.tiers[view.first + self._present.rfind(1)]
-        # A tier may have stalled while it was read for other prompts.
-        self._since_s = [
-            max(progress.since_s, since_s if cost.is_stalled(since_s) else 0.0)
-            for cost, since_s in zip(self._costs, silence_s, strict=False)
-        ]
         self.tiers = [tier for tier in range(len(self._costs)) if tier in self.where]
         if self._ends and self._end_tier not in self.tiers:
             self.tiers.append(self._end_tier)
+        self._since_s: dict[int, float] = {}
+        self._paces: dict[int, LoadPace] = {}
+        self._any_landed: dict[int, bool] = {}
+        for tier in self.tiers:
+            cost, silent_s = self._costs[tier], silence_s[tier]
+            # A tier may have stalled while it was read for other prompts.
+            since_s = max(progress.since_s, silent_s if cost.is_stalled(silent_s) else 0.0)
+            any_landed = progress.any_landed and tier in landed_tiers
+            self._since_s[tier] = since_s
+            self._any_landed[tier] = any_landed
+            self._paces[tier] = cost.pace(since_s, any_landed=any_landed)
 
     def load_s(self, border: int) -> float:
         """The time until the wanted blocks right of a border have landed, and the end blocks, if
         any block right of it is there or will be."""
-        return max([0.0, *[self.tier_s(tier, border) for tier in self.tiers]])
+        return max([self.tier_s(tier, border) for tier in self.tiers], default=0.0)
 
     def tier_s(self, tier: int, border: int = 0) -> float:
         """As `load_s`, for the blocks of one tier."""
         blocks = self.where.count(tier, border)
-        if tier == self._end_tier and self._ends and self._present.find(1, border) >= 0:
+        if self._ends and tier == self._end_tier and self._present.find(1, border) >= 0:
             blocks += self._ends
-        return self._costs[tier].load_s(
-            blocks, since_s=self._since_s[tier], any_landed=tier in self._landed_tiers
-        )
+        return self._paces[tier].load_s(blocks)
 
     def landing_s(self) -> FloatArray:
         """The time until each wanted block has landed; infinite for all other blocks."""
@@ -334,7 +414,7 @@ class _Loads:
     def overdue(self) -> bool:
         """Whether a block was predicted to land by now, and has not."""
         return any(
-            self._costs[tier].is_overdue(self._since_s[tier], any_landed=tier in self._landed_tiers)
+            self._costs[tier].is_overdue(self._since_s[tier], any_landed=self._any_landed[tier])
             for tier in self.tiers
         )
 
@@ -503,7 +583,8 @@ def patience_s(
     start = view.front if progress.relied_from is None else progress.relied_from
     latest_s = cost.span_s(start, total, chunk_tokens) - progress.relied_s
     latest_s += cost.step_s(view.front, min(view.front + chunk_tokens, total)) - costs.pause_s
-    return latest_s - _rest_s(view, chunk_tokens, costs)
+    not_landed = _ToCompute(view, _attachable(view), chunk_tokens, cost)
+    return latest_s - _rest_s(view, chunk_tokens, costs, not_landed)
 
 
 def island_start(view: View) -> int:
@@ -519,8 +600,10 @@ def should_load(
     arrival and again at polls."""
     if mode != "auto":
         return mode != "compute"
-    outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
-    return not _computing_wins(outlook, progress)
+    ways = _Ways(view, chunk_tokens, costs, progress)
+    # Behind enough work of others, loading alone is quick enough, whatever the best split takes.
+    loading_wins = ways.compute_s >= ways.load_s * _least_gain(progress)
+    return loading_wins or not _computing_wins(ways.outlook(), progress)
 
 
 @functools.lru_cache(maxsize=1024)  # asked of every prompt that waits, in each step
@@ -537,8 +620,7 @@ def device_work(view: View, load_from: int | None) -> StepWork:
 
 def is_overdue(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:
     """Whether a block of the prompt was predicted to land by now, and has not."""
-    overdue = _Loads(view, costs, progress).overdue
-    return overdue and is_asked(view, progress.load_from)
+    return is_asked(view, progress.load_from) and _Loads(view, costs, progress).overdue
 
 
 def is_stalled(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:
@@ -639,8 +721,12 @@ def passing_tokens(
 
 
 def _computing_wins(outlook: Outlook, progress: LoadProgress) -> bool:
-    slack = COMPUTE_SLACK if progress.load_from is None else TIE
-    return outlook.compute_s < min(outlook.both_s, outlook.load_s) * (1 + slack)
+    return outlook.compute_s < min(outlook.both_s, outlook.load_s) * _least_gain(progress)
+
+
+def _least_gain(progress: LoadProgress) -> float:
+    """Computing must take so many times as long as a way with loads, if blocks are to be loaded."""
+    return 1 + (COMPUTE_SLACK if progress.load_from is None else TIE)
 
 
 def _towards(meet: int, edge: int, view: View, costs: PromptCosts) -> StepPlan:
@@ -705,11 +791,10 @@ class _ToCompute:
         return self._sums_s[count]
 
 
-def _rest_s(view: View, chunk_tokens: int, costs: PromptCosts) -> float:
+def _rest_s(view: View, chunk_tokens: int, costs: PromptCosts, not_landed: _ToCompute) -> float:
     """The time to compute what is right of the front and has not landed. Where a pause follows each
     step, fewer steps that compute landed blocks too may take less time."""
-    computed = _ToCompute(view, _attachable(view), chunk_tokens, costs.prefill)
-    rest_s = computed.span_s(view.front, view.prompt_tokens)
+    rest_s = not_landed.span_s(view.front, view.prompt_tokens)
     if not costs.pause_s:
         return rest_s
     return min(rest_s, costs.prefill.span_s(view.front, view.prompt_tokens, chunk_tokens))
@@ -768,7 +853,7 @@ def _attachable(view: View) -> bytes:
     """Marks of the landed blocks that the front can jump over when it reaches them."""
     if not view.attachable:
         return bytes(len(view.states))
-    return view.states.translate(_PRESENT + _PAD)
+    return view.states.translate(_PRESENT)
 
 
 def _one_block(edge: int, view: View) -> int:
