@@ -6,7 +6,7 @@ clock, no threads, no files.
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -189,6 +189,11 @@ class StepWork(NamedTuple):
             self.decodes + other.decodes,
             self.prefix_tokens + other.prefix_tokens,
         )
+
+
+def total_work(works: Iterable[StepWork]) -> StepWork:
+    """All that `works` do."""
+    return StepWork(*map(sum, zip(*works, strict=True)))
 
 
 def work_of(start: int, stop: int) -> StepWork:

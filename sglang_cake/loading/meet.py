@@ -26,7 +26,7 @@ prompts jumps to the *target* or nowhere (docs/end-states.md):
 """
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from sglang_cake.core.keys import Span
@@ -151,6 +151,10 @@ class View:
         states: one byte (`BlockState`) for each block from `first` on.
         end_blocks: number of blocks of one end state; 0: the front may jump to any block boundary.
         end_wanted: end blocks of the target that have not landed.
+        wanted: how many blocks are still to land, those of the end included.
+        attachable: how many landed blocks can be attached when the front reaches them. An end needs
+            all of its blocks.
+        pending: a block right of the front is still to come or to be attached.
     """
 
     front: int
@@ -161,6 +165,18 @@ class View:
     limit: int
     end_blocks: int = 0
     end_wanted: int = 0
+    # Counted once: a step asks for them many times, of each prompt that waits.
+    wanted: int = field(init=False, repr=False, compare=False)
+    attachable: int = field(init=False, repr=False, compare=False)
+    pending: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        wanted = self.states.count(_S.WANTED)
+        landed = self.states.count(_S.LANDED)
+        object.__setattr__(self, "wanted", wanted + self.end_wanted)
+        attachable = 0 if self.end_blocks and self.wanted else landed
+        object.__setattr__(self, "attachable", attachable)
+        object.__setattr__(self, "pending", bool(wanted or landed))
 
     def found(self, usable: Sequence[bool]) -> "View":
         """The view after the lookup's answer: which of the prompt's blocks are stored and of
@@ -170,17 +186,6 @@ class View:
         return replace(
             self, states=states, end_wanted=self.end_blocks if _S.WANTED in states else 0
         )
-
-    @property
-    def wanted(self) -> int:
-        """How many blocks are still to land, those of the end included."""
-        return self.states.count(_S.WANTED) + self.end_wanted
-
-    @property
-    def attachable(self) -> int:
-        """How many landed blocks can be attached when the front reaches them. An end needs all of
-        its blocks."""
-        return 0 if self.end_blocks and self.wanted else self.states.count(_S.LANDED)
 
 
 class Meet:
@@ -426,8 +431,7 @@ class Meet:
     @property
     def pending(self) -> bool:
         """Whether a block right of the front is still to come or to be attached."""
-        states = self.view().states
-        return BlockState.WANTED in states or BlockState.LANDED in states
+        return self.view().pending
 
     def _move_front(self, front: int) -> None:
         self.front = front

@@ -20,6 +20,7 @@ from sglang_cake.loading.cost_model import (
     PrefillFit,
     StepWork,
     pairs,
+    total_work,
     work_of,
 )
 
@@ -33,6 +34,12 @@ TRUTHS = [
 def test_attention_pairs_of_a_span_are_summed_over_its_tokens() -> None:
     assert pairs(3, 7) == 4 + 5 + 6 + 7
     assert pairs(5, 5) == 0
+
+
+def test_total_work_is_the_sum_of_each_part() -> None:
+    works = [work_of(3, 7), StepWork(decodes=2), work_of(10, 12)]
+    assert total_work(works) == works[0] + works[1] + works[2] == StepWork(6, 22 + 23, 2, 13)
+    assert total_work([]) == StepWork()
 
 
 GRAPHS = (128, 256, 512)

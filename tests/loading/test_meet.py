@@ -1,6 +1,7 @@
 """The meet: a race of compute against a loader, played at random, and the cases worth naming."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -14,7 +15,7 @@ from hypothesis.stateful import (
 from meet_race import MeetRace, plan
 
 from sglang_cake.core.keys import Span
-from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
+from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet, View
 from sglang_cake.loading.planner import StepPlan
 
 S, E = BlockState, Event
@@ -405,3 +406,14 @@ def test_meet_invalid_transition_raises() -> None:
         meet.landed(1)
     with pytest.raises(AssertionError):
         meet.attach(Span(0, 64))
+
+
+def test_view_replaced_states_are_counted_anew() -> None:
+    def counts(view: View) -> tuple[int, int, bool]:
+        return view.wanted, view.attachable, view.pending
+
+    view = View(0, 0, bytes([S.WANTED, S.LANDED, S.LANDED]), 4, 12, 11, end_blocks=0)
+    assert counts(view) == (1, 2, True)
+    assert counts(replace(view, end_blocks=2, end_wanted=2)) == (3, 0, True)
+    assert counts(replace(view, states=bytes([S.LANDED]))) == (0, 1, True)
+    assert counts(replace(view, states=bytes([S.GONE]))) == (0, 0, False)

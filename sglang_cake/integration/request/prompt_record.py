@@ -29,7 +29,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sglang_cake.core.keys import KeyChain, Span
 from sglang_cake.loading.cost_model import PromptCosts, StepWork
@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 LOOKUP_PATIENCE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class LoadUpdate:
+class LoadUpdate(NamedTuple):
     """The facts about one prompt that all ranks agreed on in one poll.
 
     Attributes:
@@ -359,8 +358,9 @@ class PromptRecord:
 
     def awaits_lookup(self, mode: Mode) -> bool:
         """Whether the request is not scheduled yet because its lookup is under way."""
-        within_patience = mode == "load" or self.agreed.elapsed_s < LOOKUP_PATIENCE_S
-        return not self.agreed.lookup_done and within_patience
+        if self.agreed.lookup_done:
+            return False
+        return mode == "load" or self.agreed.elapsed_s < LOOKUP_PATIENCE_S
 
     def planned(self, step: StepPlan, chunk_tokens: int, costs: PromptCosts) -> None:
         """`step` is planned for the request, where it could compute `chunk_tokens`."""

@@ -41,7 +41,7 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.prompt_loads import PromptLoads
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import PromptCosts, StepWork, TierLoads, work_of
+from sglang_cake.loading.cost_model import PromptCosts, StepWork, TierLoads, total_work, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet, View
 from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
@@ -1044,27 +1044,25 @@ class Coordinator:
         chosen = {record.rid for record in [*found, *rotated[:count]]}
         self._reconsidered += count
         self._reconsidered_s = now_s
+        for each in live:
+            each.queue.planned = False
         before: list[tuple[PromptRecord | None, StepWork]] = []
-        ahead = StepWork()  # the sum of `before`
-
         for rid in serving:
+            if not chosen:
+                break
             record = self._records.get(rid)
             if record is None or record.stats.prefill_s is not None:
                 before.append((None, self._work_without_keys(rid)))
-                ahead += before[-1][1]
                 continue
             if rid in chosen and record.meet.pending:
                 record.queue.waits = False
                 overdue = self.step_costs.is_overdue(record)
-                counted = ahead
-                if overdue:
-                    works = (
-                        work
-                        for other, work in before
-                        if other is None or not self._passes(other.req, record)
-                    )
-                    counted = sum(works, StepWork())
-                loads = self.step_costs.should_load(record, self._config.mode, counted)
+                ahead = total_work(
+                    work
+                    for other, work in before
+                    if not (overdue and other is not None and self._passes(other.req, record))
+                )
+                loads = self.step_costs.should_load(record, self._config.mode, ahead)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
@@ -1075,17 +1073,17 @@ class Coordinator:
                     record.queue.outlook = None
                 elif overdue:
                     record.queue.outlook = None  # it changes while nothing arrives
-            record.queue.planned = False
+            chosen.discard(rid)
             before.append((record, record.device_work))
-            ahead += before[-1][1]
 
     def _passes(self, other: "Req", record: PromptRecord) -> bool:
         """Whether `other` came later, and is served before `record` only while that is loaded."""
         prompt = self.record(other) or self._without_keys.get(other.rid)
-        if prompt is None or (self.fair and tenant_of(other) != record.facts.tenant):
+        if prompt is None or prompt.arrival <= record.arrival:
             return False
-        same_level = self._level(other) == self._level(record.req) or record.queue.prefill_due
-        return prompt.arrival > record.arrival and same_level
+        if self.fair and tenant_of(other) != record.facts.tenant:
+            return False
+        return self._level(other) == self._level(record.req) or record.queue.prefill_due
 
     def _schedule_fcfs(self, ready: Sequence[str], *, went_on: bool) -> None:
         """What a server that computes all prompts would do by now.
@@ -1292,8 +1290,8 @@ class Coordinator:
 
     def _work_before(self, record: PromptRecord | None = None) -> StepWork:
         """The work of the device before a prompt; None: before one that arrives now."""
-        ahead = sum((live.device_work for live in self._ahead_of(record)), StepWork())
-        return sum(map(self._work_without_keys, self._without_keys), ahead)
+        works = [live.device_work for live in self._ahead_of(record)]
+        return total_work([*works, *map(self._work_without_keys, self._without_keys)])
 
     def _ahead_of(self, record: PromptRecord | None) -> Iterator[PromptRecord]:
         """Prompts with keys that came before this one, or before one that comes now, and are
