@@ -329,8 +329,10 @@ class StepCosts:
 
     def is_stalled(self, record: PromptRecord) -> bool:
         """Whether the loads of the request have stalled. Asked of all waiting requests, so the
-        usual case costs little: no tier has stalled, and the link serves another request first."""
-        if record.agreed.elapsed_s < self._least_stall_s:
+        usual cases cost little: nothing is loaded, or no tier has stalled, and the link serves
+        another request first."""
+        agreed = record.agreed
+        if agreed.load_from is None or agreed.elapsed_s < self._least_stall_s:
             return False
         return is_stalled(record.meet.view(), self.costs_alone(record), record.progress)
 

@@ -13,9 +13,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from sglang_cake.core.keys import Span
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Mode, Outlook
@@ -145,32 +142,33 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     keys = [key_of(each) for each in entries]
     ranked = sorted(range(len(entries)), key=keys.__getitem__)
     device_s = list(accumulate(_most_device_s(entries[i]) for i in ranked))
+    late = {
+        place
+        for place, i in enumerate(ranked)
+        if place and entries[i].waits_for_loads and device_s[place - 1] > entries[i].slack_s
+    }
+    if not late:
+        return ranked
     group_places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for place, i in enumerate(ranked):
         group_places[keys[i][:2]].append(place)
     found = []  # by the place that each has, or stands before
     for places in group_places.values():
-        arrivals = None
+        # Larger for prompts that came later, and the same if that is not known.
+        arrivals = [
+            (-entries[i].waited_s, entries[i].arrival) for i in (ranked[place] for place in places)
+        ]
+        latest = list(accumulate(arrivals, max))
         for at, place in enumerate(places):
-            each = entries[ranked[place]]
-            before = place, True, 0
-            if each.waits_for_loads and place and device_s[place - 1] > each.slack_s:
-                if arrivals is None:
-                    arrivals = _arrivals([entries[ranked[place]] for place in places])
-                start = bisect_left(places, bisect_right(device_s, each.slack_s))
-                came_after = arrivals[start:at] > arrivals[at]
-                if came_after.any():
-                    before = places[start + int(came_after.argmax())], False, int(arrivals[at])
+            before = place, True, (0.0, 0)
+            if place in late and latest[at] > arrivals[at]:  # otherwise no later one is before it
+                slack_s = entries[ranked[place]].slack_s
+                start = bisect_left(places, bisect_right(device_s, slack_s))
+                came_after = (n for n in range(start, at) if arrivals[n] > arrivals[at])
+                if (first := next(came_after, None)) is not None:
+                    before = places[first], False, arrivals[at]
             found.append((before, ranked[place]))
     return [i for _, i in sorted(found)]
-
-
-def _arrivals(entries: Sequence[QueueEntry]) -> npt.NDArray[np.int64]:
-    """Numbers that are larger for prompts that came later, and the same if that is not known. The
-    search for a later prompt is one of numpy: in a queue of 1,000 prompts, most look at most."""
-    came = [(-each.waited_s, each.arrival) for each in entries]
-    numbers = {each: number for number, each in enumerate(sorted(set(came)))}
-    return np.array([numbers[each] for each in came])
 
 
 def _most_device_s(entry: QueueEntry) -> float:
