@@ -137,7 +137,7 @@ def trace_lines() -> dict[str, Arm]:
         with tempfile.TemporaryFile("w", buffering=1) as file:
             started_s = time.perf_counter()
             for number in range(CALLS):
-                event = {"t_s": time.monotonic(), "rid": "r", "event": "land", "block": number}
+                event = {"t_s": time.monotonic(), "rid": "r", "event": "fetch", "block": number}
                 file.write(json.dumps(event) + "\n")
             return time.perf_counter() - started_s
 
@@ -154,7 +154,7 @@ def trace_lines() -> dict[str, Arm]:
             tracer = provider.get_tracer("cake")
             started_s = time.perf_counter()
             for number in range(CALLS):
-                with tracer.start_as_current_span("land") as span:
+                with tracer.start_as_current_span("fetch") as span:
                     span.set_attributes({"rid": "r", "block": number})
             return time.perf_counter() - started_s
 

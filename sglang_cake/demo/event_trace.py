@@ -107,10 +107,10 @@ def _steps(events: list[dict[str, Any]], first_token_s: float) -> list[PrefillSt
 
 
 def _loads(events: list[dict[str, Any]], found_s: float) -> list[BlockLoad]:
-    # Reads overlap to keep the link busy: the time of a block is that between two landings.
-    lands = [event for event in events if event["event"] == "land"]
-    begins = [found_s, *(event["t_s"] for event in lands)]
+    # Reads overlap to keep the link busy: the time of a block is that between two fetches.
+    fetched = [event for event in events if event["event"] == "fetch"]
+    begins = [found_s, *(event["t_s"] for event in fetched)]
     return [
         BlockLoad(event["block"], begin_s, event["t_s"])
-        for event, begin_s in zip(lands, begins, strict=False)
+        for event, begin_s in zip(fetched, begins, strict=False)
     ]

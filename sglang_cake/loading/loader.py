@@ -111,12 +111,12 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A block's checked bytes are in host memory. The receiver releases `staged` once; None: it was
-    taken over (`LoadRequest.take_over`)."""
+    """A block's checked bytes are in host memory. The receiver releases `host_block` once; None: it
+    was taken over (`LoadRequest.take_over`)."""
 
     load_id: str
     block: int
-    staged: HostBlock | None
+    host_block: HostBlock | None
     at_s: float  # `time.monotonic()`
 
 
@@ -314,7 +314,7 @@ class _StoreReads:
 
 
 @dataclass(slots=True, eq=False)
-class _PromptQueue:
+class _PromptReads:
     """The blocks that one prompt still wants.
 
     Attributes:
@@ -405,10 +405,10 @@ class _SharedRead:
     link: _StoreReads
     tier: int  # it counts as a read of this tier
     block_read: BlockRead
-    waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
+    waiters: list[tuple[_PromptReads, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
 
-    def join(self, queue: _PromptQueue, block: int) -> None:
+    def join(self, queue: _PromptReads, block: int) -> None:
         self.waiters.append((queue, block))
         queue.reads[block] = self
 
@@ -454,13 +454,13 @@ class Loader:
         self._io = io
         self._counters = counters
         self._depths = depths
-        self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
-        self._queues: set[_PromptQueue] = set()  # I/O thread only; of all live prompts
+        self._by_id: dict[str, _PromptReads] = {}  # scheduler thread only
+        self._queues: set[_PromptReads] = set()  # I/O thread only; of all live prompts
         # Those of `order`, and those whose blocks may be read since, in order of service. All other
         # prompts cost a read nothing, however many wait. I/O thread only.
-        self._served: dict[_PromptQueue, None] = {}
+        self._served: dict[_PromptReads, None] = {}
         self._reading: set[_StoreReads] = set()  # stores with reads under way; I/O thread only
-        self._staged: dict[BlockKey, HostBlock] = {}
+        self._host_blocks: dict[BlockKey, HostBlock] = {}
         # One call for each block whose memory came back. The I/O thread makes them before it starts
         # another read.
         self._freed: deque[Callable[[], object]] = deque()
@@ -482,7 +482,7 @@ class Loader:
     def begin(self, request: LoadRequest) -> None:
         """Look the prompt up (answered by a LookedUp) and load it at once, if it should be."""
         assert self._link is not None
-        queue = _PromptQueue(request, self._link, first_loadable=request.first_block)
+        queue = _PromptReads(request, self._link, first_loadable=request.first_block)
         self._by_id[request.load_id] = queue
         self._io.post(self._begin, queue)
 
@@ -569,8 +569,8 @@ class Loader:
         return {block: read.block_read for block, read in reads.items()}
 
     def link_idle(self, load_id: str) -> bool:
-        """Whether no block of the prompt is being read, and none could be: all have been read,
-        there is no buffer, or enough lent blocks wait for their copies."""
+        """Whether no block of the prompt is being read, and the loader will start no read now: all
+        blocks have been read, there is no buffer, or enough lent blocks wait for their copies."""
         queue = self._by_id.get(load_id)
         if queue is None or queue.reads:
             return False
@@ -611,12 +611,12 @@ class Loader:
 
     # ---- I/O thread ----
 
-    def _begin(self, queue: _PromptQueue) -> None:
+    def _begin(self, queue: _PromptReads) -> None:
         self._queues.add(queue)
         queue.lookup = asyncio.ensure_future(self._look_up(queue))
         queue.lookup.add_done_callback(_log_failure)
 
-    async def _look_up(self, queue: _PromptQueue) -> None:
+    async def _look_up(self, queue: _PromptReads) -> None:
         request, store = queue.request, queue.link.store
         keys = request.key_chain.of(request.tokens)
         queue.keys = keys
@@ -665,7 +665,7 @@ class Loader:
                     await store.on_access(queue.end_keys, facts)
                 await store.on_access(keys, request.facts)
 
-    async def _look_up_ends(self, queue: _PromptQueue, stored: Sequence[bool]) -> list[bool]:
+    async def _look_up_ends(self, queue: _PromptReads, stored: Sequence[bool]) -> list[bool]:
         """After which blocks an end state is stored. The search stops at the best end."""
         request = queue.request
         ends = [False] * len(stored)
@@ -714,7 +714,7 @@ class Loader:
             self._wake()
         return True
 
-    def _next_block(self) -> tuple[_PromptQueue, list[int]] | None:
+    def _next_block(self) -> tuple[_PromptReads, list[int]] | None:
         """The prompt that is served next, and those of its `todo` of which the last one starts."""
         # Only one prompt may use the last quarter of the buffers.
         for queue in self._served:
@@ -735,7 +735,7 @@ class Loader:
                 self._awaits_memory = True
         return None
 
-    def _next_in(self, queue: _PromptQueue, tiers: set[int]) -> list[int] | None:
+    def _next_in(self, queue: _PromptReads, tiers: set[int]) -> list[int] | None:
         """Those blocks in the `todo` of a prompt of which the last one is to be read next: it is
         the last block in these tiers, which may be read. None: there is no such block.
 
@@ -766,24 +766,24 @@ class Loader:
             if tier not in queue.link.full and not (is_ahead and tier == queue.lender):
                 return todo[tier]
 
-    def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
+    def _reorder(self, queues: Sequence[_PromptReads], may_use_all_buffers: str | None) -> None:
         self._may_use_all_buffers = may_use_all_buffers
         others = (queue for queue in self._served if queue.has_next)
         self._served = dict.fromkeys([*queues, *others])
         self._start_reads()
 
-    def _resume(self, queue: _PromptQueue) -> None:
+    def _resume(self, queue: _PromptReads) -> None:
         """Blocks of the prompt may be worth loading now."""
         if queue.has_next and queue in self._queues:
             self._served.setdefault(queue)
         self._start_reads()
 
-    def _start(self, queue: _PromptQueue, block: int) -> bool:
+    def _start(self, queue: _PromptReads, block: int) -> bool:
         """Start to read one block for `queue`; False if there is no buffer for it."""
         key = queue.key(block)
-        staged = self._staged.get(key)
-        if staged is not None and staged.hold():
-            self._arrived(queue, block, staged)
+        host_block = self._host_blocks.get(key)
+        if host_block is not None and host_block.hold():
+            self._arrived(queue, block, host_block)
             return True
         read = queue.link.reads.get(key)
         if read is not None:
@@ -802,7 +802,7 @@ class Loader:
         read.task.add_done_callback(lambda task: self._done(read, buffer, task))
         return True
 
-    def _borrow(self, queue: _PromptQueue, block: int) -> bool:
+    def _borrow(self, queue: _PromptReads, block: int) -> bool:
         """Take a block that the store has in memory. False: it is to be read."""
         key = queue.key(block)
         started_s = time.monotonic()
@@ -818,15 +818,17 @@ class Loader:
         queue.lent += counted
         queue.lender = tier
 
-        def back(staged: HostBlock) -> None:
+        def back(host_block: HostBlock) -> None:
             queue.lent -= counted
-            self._forget(key, staged)
+            self._forget(key, host_block)
 
-        staged = HostBlock(
-            lent.buffer, lambda _: lent.release(), lambda staged: self._give_back(back, staged)
+        host_block = HostBlock(
+            lent.buffer,
+            lambda _: lent.release(),
+            lambda host_block: self._give_back(back, host_block),
         )
-        self._staged[key] = staged
-        self._arrived(queue, block, staged)
+        self._host_blocks[key] = host_block
+        self._arrived(queue, block, host_block)
         now_s = queue.link.last_fetched_s[tier] = time.monotonic()
         # Such blocks wait only for their copies to the device, one after another. 0: no copy was
         # measured yet.
@@ -901,19 +903,19 @@ class Loader:
         coming_s = read.block_read.coming_s()
         if read.link is self._link:  # otherwise `_fits` has the costs of a later store
             self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
-        staged = HostBlock(buffer, self._staging.give, partial(self._came_back, read.key))
-        self._staged[read.key] = staged
-        takers = [waiter for waiter in read.waiters if staged.hold()]
+        host_block = HostBlock(buffer, self._staging.give, partial(self._came_back, read.key))
+        self._host_blocks[read.key] = host_block
+        takers = [waiter for waiter in read.waiters if host_block.hold()]
         # The read was the first holder; the prompts decide whether the bytes are used.
-        staged.release(used=False, reason="cancelled")
+        host_block.release(used=False, reason="cancelled")
         for queue, block in takers:
-            self._arrived(queue, block, staged)
+            self._arrived(queue, block, host_block)
         read.end(whole=True)
 
-    def _arrived(self, queue: _PromptQueue, block: int, staged: HostBlock) -> None:
+    def _arrived(self, queue: _PromptReads, block: int, host_block: HostBlock) -> None:
         request = queue.request
-        taken = request.take_over is not None and request.take_over(block, staged)
-        event = Fetched(request.load_id, block, None if taken else staged, time.monotonic())
+        taken = request.take_over is not None and request.take_over(block, host_block)
+        event = Fetched(request.load_id, block, None if taken else host_block, time.monotonic())
         self._outbox.append(event)
 
     def _give_up(self, read: _SharedRead, buffer: Buffer, reason: str | None) -> None:
@@ -932,11 +934,11 @@ class Loader:
                 self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
 
-    def _came_back(self, key: BlockKey, staged: HostBlock) -> None:
-        """A staged block's buffer went back to the pool. Any thread."""
-        if not staged.used:
-            self._waste(staged.buffer, staged.reason)
-        self._give_back(self._forget, key, staged)
+    def _came_back(self, key: BlockKey, host_block: HostBlock) -> None:
+        """The buffer of a block in host memory went back to the pool. Any thread."""
+        if not host_block.used:
+            self._waste(host_block.buffer, host_block.reason)
+        self._give_back(self._forget, key, host_block)
 
     def _give_back(self, forget: Callable[..., object], *args: object) -> None:
         """Have the I/O thread call `forget(*args)` before it starts another read. Any thread. It is
@@ -954,31 +956,31 @@ class Loader:
         size_bytes = self._counters.link_bytes(len(buffer.view))
         self._counters.add("wasted_bytes", size_bytes, label=reason)
 
-    def _forget(self, key: BlockKey, staged: HostBlock) -> None:
-        if self._staged.get(key) is staged:
-            del self._staged[key]
-        if staged.copy_s:
-            self._fits.copied(staged.copy_s)
+    def _forget(self, key: BlockKey, host_block: HostBlock) -> None:
+        if self._host_blocks.get(key) is host_block:
+            del self._host_blocks[key]
+        if host_block.copy_s:
+            self._fits.copied(host_block.copy_s)
 
-    def _pause(self, queue: _PromptQueue) -> None:
+    def _pause(self, queue: _PromptReads) -> None:
         """Stop all reads of a prompt; they may begin again."""
         if queue.load_from >= queue.request.index_count:  # `load_from` may have changed since
             for block in queue.reads:
                 insort(queue.todo.setdefault(queue.tier(block), []), block)
             self._keep_reads(queue, ())
 
-    def _trim(self, queue: _PromptQueue) -> None:
+    def _trim(self, queue: _PromptReads) -> None:
         """Stop reads of blocks that are computed."""
         self._keep_reads(queue, range(queue.first_loadable, queue.request.index_count))
 
-    def _set_run(self, queue: _PromptQueue, run: range) -> None:
+    def _set_run(self, queue: _PromptReads, run: range) -> None:
         """Stop reads of blocks that are not wanted any more, and start others."""
         if queue in self._queues:
             wanted = queue.want(run)
             self._served.setdefault(queue)
             self._keep_reads(queue, wanted)
 
-    def _keep_reads(self, queue: _PromptQueue, blocks: Container[int]) -> None:
+    def _keep_reads(self, queue: _PromptReads, blocks: Container[int]) -> None:
         """From now on the prompt waits only for reads of `blocks`."""
         for block in [b for b in queue.reads if b not in blocks]:
             read = queue.reads.pop(block)
@@ -988,7 +990,7 @@ class Loader:
                 read.task.cancel()
         self._start_reads()
 
-    def _cancel(self, queue: _PromptQueue) -> None:
+    def _cancel(self, queue: _PromptReads) -> None:
         self._queues.remove(queue)
         self._served.pop(queue, None)
         if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first

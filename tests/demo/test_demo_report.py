@@ -17,13 +17,13 @@ PROMPT, BLOCK, CHUNK = 1024, 128, 256
 # Ten seconds to compute all, ten to load all; sent at 100, known to be stored at 101.
 COMPUTE = [("claim", 101 + 2.5 * i, {"start": 256 * i, "stop": 256 * i + 256}) for i in range(4)]
 LOAD = [
-    *(("land", 101 + 1.25 * (8 - block), {"block": block}) for block in range(7, -1, -1)),
+    *(("fetch", 101 + 1.25 * (8 - block), {"block": block}) for block in range(7, -1, -1)),
     ("attach", 111.0, {"start": 0, "stop": 1023}),
     ("claim", 111.0, {"start": 1023, "stop": 1024}),
 ]
 BOTH = [
     *COMPUTE[:2],
-    *(("land", 101 + 1.25 * (8 - block), {"block": block}) for block in range(7, 3, -1)),
+    *(("fetch", 101 + 1.25 * (8 - block), {"block": block}) for block in range(7, 3, -1)),
     ("attach", 106.0, {"start": 512, "stop": 1023}),
     ("claim", 106.0, {"start": 1023, "stop": 1024}),
 ]
@@ -38,7 +38,7 @@ def written(path: Path, rid: str, middle: list[tuple[str, float, dict[str, Any]]
     ]
     with path.open("a") as out:
         # A landing has its own instant and is written later: the reader sorts.
-        for event, t_s, facts in sorted(events, key=lambda event: event[0] == "land"):
+        for event, t_s, facts in sorted(events, key=lambda event: event[0] == "fetch"):
             out.write(json.dumps({"t_s": t_s, "rid": rid, "event": event, **facts}) + "\n")
 
 

@@ -37,9 +37,9 @@ DRAFT_CHAIN = (  # three tokens are proposed in a step
 STAGES = (
     ("arrive", 1),
     ("found", 1),
-    ("land", 1),
+    ("fetch", 1),
     ("claim", 1),
-    ("land", 6),
+    ("fetch", 6),
     ("claim", 2),
     ("attach", 1),
     ("done", 1),

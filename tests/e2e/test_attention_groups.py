@@ -120,7 +120,7 @@ def test_dp_attention_aborts_at_four_stages_beside_another_group_leave_a_clean_l
     document, other = small_prompt(20 * BLOCK), small_prompt(20 * BLOCK)
     groups.ask_and_store(document, routed_dp_rank=0)
     reference = groups.ask(other, routed_dp_rank=0, cache_salt="never asked again")
-    for event in ("arrive", "land", "claim", "attach"):
+    for event in ("arrive", "fetch", "claim", "attach"):
         groups.flush()
         asking = PendingRequest(
             groups, document, new_tokens=8, rid=f"group-{event}", routed_dp_rank=1

@@ -207,7 +207,7 @@ def test_pair_prompt_is_loaded_before_its_decode_server_is_there(
     ordinary.store.until_stored(document[: 10 * BLOCK])
     room = pair.room() | {"rid": "without a decode server"}
     prefilling = PendingRequest(pair.prefill, document, **room)
-    prefilling.until("land", 10)
+    prefilling.until("fetch", 10)
     assert prefilling.is_running
     assert not [e for e in pair.prefill.events(prefilling.rid) if e["event"] == "attach"]
     assert_same(pair.decode.ask(document, **room), reference)
@@ -293,7 +293,7 @@ def test_pair_abort_at_each_stage_leaves_no_trace(
     document = prompt(20 * BLOCK + 7)
     reference = ordinary.ask(document)
     ordinary.store.until_stored(document[: 20 * BLOCK])
-    for stage in ("arrive", "land", "attach", "done"):
+    for stage in ("arrive", "fetch", "attach", "done"):
         pair.flush()
         asked = pair.begin(document, rid=f"{side} {stage}")
         asked[1].until(stage)
@@ -318,7 +318,7 @@ def test_prefill_server_abort_before_its_decode_server_is_there_leaves_no_trace(
     document = prompt(10 * BLOCK + 7)
     ordinary.ask_and_store(document[: 10 * BLOCK])
     asked = PendingRequest(pair.prefill, document, rid="alone", **pair.room())
-    asked.until("land")
+    asked.until("fetch")
     assert asked.is_running
     pair.prefill.post("/abort_request", rid=asked.rid)
     asked.join()
@@ -428,7 +428,7 @@ def test_decode_server_whose_prefill_server_dies_while_it_loads_takes_kv_of_anot
         pair.flush()
         rid = f"waits for the dead {next(tries)}"
         waiting, asked = pair.begin(document, rid=rid, new_tokens=2 * BLOCK)
-        asked.until("land")
+        asked.until("fetch")
         if asked.is_running:
             return waiting, asked
         waiting.join()

@@ -142,7 +142,7 @@ def test_abort_all_with_a_queue_leaks_nothing(
 ) -> None:
     both.flush()
     asked = [PendingRequest(both, document[i:], new_tokens=16, rid=f"all-{i}") for i in range(5)]
-    asked[0].until("land")
+    asked[0].until("fetch")
     both.post("/abort_request", abort_all=True)
     for asking in asked:
         assert asking.answer().meta["finish_reason"]["type"] in ("abort", "length")
@@ -154,7 +154,7 @@ def test_flush_cache_during_a_load_keeps_the_answer_and_leaks_nothing(
 ) -> None:
     both.flush()
     asking = PendingRequest(both, document, rid="flush-while-loading")
-    asking.until("land", 2)
+    asking.until("fetch", 2)
     requests.post(both.url + "/flush_cache", timeout=60)
     assert_same(asking.answer(), plain.reference(document))
     unharmed()

@@ -96,7 +96,7 @@ def test_tensor_parallel_aborts_at_four_stages_leave_a_clean_log(
 ) -> None:
     document = prompt(20 * BLOCK)
     parallel.ask_and_store(document)
-    for event in ("arrive", "land", "claim", "attach"):
+    for event in ("arrive", "fetch", "claim", "attach"):
         parallel.flush()
         asking = PendingRequest(parallel, document, new_tokens=8, rid=f"tp-{event}")
         asking.until(event)

@@ -134,7 +134,7 @@ def test_prefill_server_whose_decode_server_never_comes_gives_up_and_loads_again
     drafting_pair.prefill.store.until_stored(document[: 10 * BLOCK + 1])
     drafting_pair.flush()
     waiting = PendingRequest(drafting_pair.prefill, document, rid="alone", **drafting_pair.room())
-    waiting.until("land", 10)
+    waiting.until("fetch", 10)
     assert waiting.is_running
     waiting.join()
     drafting_pair.flush()
@@ -152,7 +152,7 @@ def test_prefill_server_whose_decode_server_dies_while_it_loads_goes_on(
     prefill.store.until_stored(document[: 20 * BLOCK + 1])
     drafting_pair.flush()
     asked = drafting_pair.begin(document, rid="orphan")
-    asked[1].until("land")
+    asked[1].until("fetch")
     assert asked[1].is_running
     decode.killed = True
     os.killpg(decode.server.process.pid, signal.SIGKILL)

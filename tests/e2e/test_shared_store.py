@@ -108,7 +108,7 @@ def test_http_store_stopped_killed_or_corrupt_requests_finish_as_misses(
 
     one.flush()
     loading = PendingRequest(one, ids, rid="stopped while it loads")
-    loading.until("land")
+    loading.until("fetch")
     shared.send(signal.SIGSTOP)
     assert_same(loading.answer(), plain.reference(ids))
     assert again().loaded == 0  # the store is stopped, so all was computed

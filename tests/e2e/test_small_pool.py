@@ -180,7 +180,7 @@ def test_small_pool_abort_while_full_leaks_nothing(small: Live, prompt: Make) ->
     small.ask_and_store(ids)
     small.flush()
     asked = [PendingRequest(small, ids[i:], new_tokens=64, rid=f"full-{i}") for i in range(3)]
-    asked[0].until("land", 2)
+    asked[0].until("fetch", 2)
     for asking in asked:
         small.post("/abort_request", rid=asking.rid)
     for asking in asked:

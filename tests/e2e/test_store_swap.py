@@ -89,7 +89,7 @@ def test_store_swap_during_a_load_keeps_the_answer(served: Live, plain: Live, fo
     for new in (f"file://{folder}/swap-third?min_free=0", None, first):
         served.flush()
         asking = PendingRequest(served, ids, rid=f"swap-{new}")
-        asking.until("land", 2)
+        asking.until("fetch", 2)
         if new is None:
             assert served.ask_store("DELETE").status_code == 200
         else:

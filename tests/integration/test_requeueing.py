@@ -1234,6 +1234,22 @@ def test_request_that_others_stand_behind_and_that_is_not_admitted_returns_its_s
     assert admission.coordinator.held_adapters == {"its own"}
 
 
+def test_request_that_sglang_refuses_returns_its_state(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang takes it back too, but not that of a request in a session."""
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}.add_one_req", lambda *args: AddReqResult.NO_TOKEN)
+    admission = admissions()
+    req = admission.req("other")
+    returned: list[Any] = []
+    tree = BareTree(admission.coordinator)
+    monkeypatch.setattr(tree, "drop_state", returned.append)
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=1000)
+    assert adder.add_one_req(req, False, None) is AddReqResult.NO_TOKEN
+    assert returned == [req]
+
+
 def test_coordinator_prompt_without_memory_to_its_end_stays_in_host_memory(
     admissions: Make,
 ) -> None:

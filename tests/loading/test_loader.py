@@ -143,7 +143,7 @@ class LoaderStats(NamedTuple):
 
 def stats_of(loader: Loader) -> LoaderStats:
     links = {queue.link for queue in list(loader._queues)}
-    staged = sum(each._holders > 0 for each in list(loader._staged.values()))
+    staged = sum(each._holders > 0 for each in list(loader._host_blocks.values()))
     return LoaderStats(len(loader._queues), sum(len(link.reads) for link in links), staged)
 
 
@@ -252,7 +252,9 @@ class LoaderHarness(HeldReads):
         events = self.loader.drain()
         for event in events:
             if isinstance(event, Fetched):
-                assert event.staged.buffer.view == bytes_of(self.keys[event.load_id][event.block])
+                assert event.host_block.buffer.view == bytes_of(
+                    self.keys[event.load_id][event.block]
+                )
                 self.held.append(event)
         self.events += events
         return events
@@ -264,7 +266,7 @@ class LoaderHarness(HeldReads):
 
     def release(self, *, used: bool = True, reason: str = "ended", copy_s: float = 0.0) -> None:
         for event in self.held:
-            event.staged.release(used=used, reason=reason, copy_s=copy_s)
+            event.host_block.release(used=used, reason=reason, copy_s=copy_s)
         self.held.clear()
         self.settle()
 
@@ -340,7 +342,7 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     assert harness.read_keys() == keys[::-1]
     assert sorted(harness.landed()) == [("a", b) for b in range(5)]
     for event in harness.held:
-        assert bytes(event.staged.buffer.view) == bytes_of(keys[event.block])
+        assert bytes(event.host_block.buffer.view) == bytes_of(keys[event.block])
     harness.release()
     harness.loader.cancel("a")
     harness.settle()
@@ -624,7 +626,7 @@ def test_loader_prompts_with_equal_blocks_share_one_read(
     assert len(harness.read_keys()) == 4
     for event in harness.held:
         keys_there = keys if event.load_id == "a" else keys_of(b)
-        assert bytes(event.staged.buffer.view) == bytes_of(keys_there[event.block])
+        assert bytes(event.host_block.buffer.view) == bytes_of(keys_there[event.block])
     assert harness.pool.free == harness.pool.capacity - 4
 
 
@@ -638,9 +640,9 @@ def test_loader_staged_block_serves_a_later_prompt_without_a_read(harness: Loade
     assert len(harness.read_keys()) == 2
     first, rest = harness.held[:2], harness.held[2:]
     for event in first:
-        event.staged.release(used=False, reason="overtaken")
+        event.host_block.release(used=False, reason="overtaken")
     for event in rest:
-        event.staged.release(used=True)
+        event.host_block.release(used=True)
     harness.settle()
     harness.held.clear()
     assert harness.wasted() == {}  # they served one of the two
@@ -1165,7 +1167,7 @@ def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     go_on.set()
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
-    assert bytes(harness.held[0].staged.buffer.view) == bytes_of(keys[0])
+    assert bytes(harness.held[0].host_block.buffer.view) == bytes_of(keys[0])
 
 
 def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
@@ -1206,7 +1208,7 @@ def test_loader_under_way_shows_the_bytes_of_each_open_read(harness: LoaderHarne
     assert harness.loader.under_way("a").keys() == {1, 0}
     assert readings[2].wait_whole(NOW_S)
     assert harness.landed() == [("a", 2)]
-    assert harness.held[0].staged.buffer is readings[2].buffer
+    assert harness.held[0].host_block.buffer is readings[2].buffer
 
 
 def test_loader_prompts_sharing_a_read_see_the_same_reading(
@@ -1290,8 +1292,8 @@ def test_loader_landed_event_is_queued_before_a_whole_read_ends(
     assert isinstance(first, Fetched)
     assert isinstance(second, Fetched)
     assert (first.load_id, second.load_id) == ("a", "b")
-    assert first.staged is second.staged
-    assert first.staged.buffer is reading.buffer
+    assert first.host_block is second.host_block
+    assert first.host_block.buffer is reading.buffer
     assert bytes(reading.buffer.view) == bytes_of(keys[0])
     harness.held += [first, second]
 
@@ -1374,7 +1376,7 @@ def test_loader_freed_buffer_wakes_the_io_thread_only_if_a_read_waits_for_it(
     assert harness.waiting() == under_way
     (event,) = harness.held
     before = harness.io.posts
-    event.staged.release(used=True)
+    event.host_block.release(used=True)
     harness.held.clear()
     assert harness.io.posts - before == (1 if buffers == 2 else 0)
     assert harness.waiting() == [keys[4], keys[3]]
@@ -1391,7 +1393,7 @@ def test_loader_freed_blocks_of_idle_links_are_let_go(
     harness.open(key)
     assert harness.landed() == [("a", 0)]
     (event,) = harness.held
-    gone = weakref.ref(event.staged)
+    gone = weakref.ref(event.host_block)
     harness.events.clear()
     del event
     harness.release()
@@ -1636,7 +1638,7 @@ def test_loader_unused_blocks_are_counted_as_wasted_by_reason(
     harness.open(*harness.fill(tokens))
     harness.begin("a", tokens)
     assert len(harness.landed()) == 3
-    harness.held.pop().staged.release(used=True)
+    harness.held.pop().host_block.release(used=True)
     harness.release(used=False, reason=reason)
     assert harness.wasted() == {reason: 2 * BYTES}
 

@@ -134,9 +134,9 @@ class Copier:
 
     # ---- any thread; these return at once ----
 
-    def load(self, copy: SlotCopy, staged: HostBlock) -> None:
-        """Copy a block into its slots, and then stop being a holder of `staged`."""
-        self._post(lambda: self._load(copy, staged))
+    def load(self, copy: SlotCopy, host_block: HostBlock) -> None:
+        """Copy a block into its slots, and then stop being a holder of `host_block`."""
+        self._post(lambda: self._load(copy, host_block))
         self._hold_moves()
 
     def save(self, launch: Callable[[], Copy]) -> Save:
@@ -195,12 +195,12 @@ class Copier:
             begun.copy.wait()
             begun.end()
 
-    def _load(self, copy: SlotCopy, staged: HostBlock) -> _UnderWay | None:
+    def _load(self, copy: SlotCopy, host_block: HostBlock) -> _UnderWay | None:
         if not copy.launched.set_running_or_notify_cancel():
-            staged.release(used=False, reason="cancelled")
+            host_block.release(used=False, reason="cancelled")
             return None
         try:
-            made = copy.kv.load(staged.buffer, copy.slots, copy.after)
+            made = copy.kv.load(host_block.buffer, copy.slots, copy.after)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 logger.warning("a block is computed: no device memory to copy it (%s)", error)
@@ -208,10 +208,10 @@ class Copier:
                 logger.exception("a block could not be copied to the device")
                 self._failure = self._failure or error
             copy.launched.set_exception(error)
-            staged.release(used=False, reason="cancelled")
+            host_block.release(used=False, reason="cancelled")
             return None
         copy.launched.set_result(made)
-        return _UnderWay(made, lambda: staged.release(used=True, copy_s=made.seconds()))
+        return _UnderWay(made, lambda: host_block.release(used=True, copy_s=made.seconds()))
 
     def _save(self, save: Save, launch: Callable[[], Copy]) -> _UnderWay | None:
         if not save.launched.set_running_or_notify_cancel():

@@ -69,34 +69,36 @@ class DeviceSlots:
             return
         self._give(record, [b for b in blocks if b not in record.memory.slots])
 
-    def take_bytes(self, record: PromptRecord, block: int, staged: HostBlock) -> bool:
+    def take_bytes(self, record: PromptRecord, block: int, host_block: HostBlock) -> bool:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
-        I/O thread. Returns whether `staged` was taken over."""
+        I/O thread. Returns whether `host_block` was taken over."""
         copy = record.memory.slots.get(block)
         if copy is None or not copy.begin():
             return False
-        self._copier.load(copy, staged)
+        self._copier.load(copy, host_block)
         return True
 
-    def stage(self, record: PromptRecord, block: int, staged: HostBlock | None) -> None:
-        """The block has landed: every rank has its part of it. Args: staged: the bytes; None: they
-        are being copied into the reserved slots."""
+    def stage(self, record: PromptRecord, block: int, host_block: HostBlock | None) -> None:
+        """The block has landed: every rank has its part of it.
+
+        Args: host_block: the bytes; None: they are being copied into the reserved slots.
+        """
         copy = record.memory.slots.get(block)
         if copy is None:
-            assert staged is not None
-            record.memory.staged[block] = staged
-        elif staged is not None:  # the slots were reserved after the bytes had come
+            assert host_block is not None
+            record.memory.staged[block] = host_block
+        elif host_block is not None:  # the slots were reserved after the bytes had come
             copy.begin()
-            self._copier.load(copy, staged)
+            self._copier.load(copy, host_block)
 
-    def refuse(self, record: PromptRecord, staged: HostBlock | None, reason: str) -> None:
+    def refuse(self, record: PromptRecord, host_block: HostBlock | None, reason: str) -> None:
         """The prompt has no use for a block that was loaded for it. Its bytes count as wasted.
 
-        Args: staged: None: the copier has them; `discard` counts them.
+        Args: host_block: None: the copier has them; `discard` counts them.
         """
-        if staged is not None:
+        if host_block is not None:
             record.memory.wasted_bytes += self.link_bytes
-            staged.release(used=False, reason=reason)
+            host_block.release(used=False, reason=reason)
 
     def place(
         self,

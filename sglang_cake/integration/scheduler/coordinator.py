@@ -143,7 +143,7 @@ class Coordinator:
         new_adapters: with LoRA, the adapter of the request that may be admitted next, unless the
             step has it already.
         held_adapters: the adapter of a request that SGLang has counted and cake then held back.
-        step_s: time that cake has taken of the step under way, see `timed`.
+        overhead_s: time that cake has taken of the step under way, see `timed`.
         off_here: cake is off on this rank.
         off_everywhere: cake is off, and every rank knows.
     """
@@ -219,7 +219,7 @@ class Coordinator:
         self.spare_slots = math.inf
         self.new_adapters: set[str | None] = set()  # None: requests without an adapter take a place
         self.held_adapters: set[str | None] = set()
-        self.step_s = 0.0
+        self.overhead_s = 0.0
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class Coordinator:
         try:
             yield
         finally:
-            self.step_s += time.perf_counter() - started_s
+            self.overhead_s += time.perf_counter() - started_s
 
     # ---- a request's life ----
 
@@ -498,19 +498,19 @@ class Coordinator:
         self._prompt_count = len(served)
         self._arrived_count = 0
         self._ahead = None
-        # Alike on all ranks, also if one has failed since the last poll. So many requests stay near
-        # while others pass them.
+        # Alike on all ranks, also if one has failed since the last poll. At most `NEAR` of the
+        # requests that others pass stay near.
         passed = [rid for rid in itertools.islice(served, NEAR, None) if rid in self._kept]
         serving = [*itertools.islice(served, NEAR), *passed[:NEAR]]
         self._near = frozenset(serving)
         self._far = frozenset(served) - self._near
         undecided = [rid for rid in self._undecided if rid in self._far]
         left = dict.fromkeys([*passed[NEAR:], *undecided])
-        step_s = self.step_s
-        self.step_s = 0.0
+        overhead_s = self.overhead_s
+        self.overhead_s = 0.0
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._begin_far(left))
-        self._attempt(failures, lambda: self._take_events(step_s))
+        self._attempt(failures, lambda: self._take_events(overhead_s))
         awaiting, changed = self._vote(serving)
         for rid, prompt in self._without_keys.items():
             if prompt.since_s is None:
@@ -915,10 +915,10 @@ class Coordinator:
             self.failed = True
             self.release_all()
 
-    def _take_events(self, step_s: float) -> None:
+    def _take_events(self, overhead_s: float) -> None:
         self.step_costs.polled()
         self._reporter.stepped(
-            overhead_s=step_s if self._records else None,  # an idle poll is no step
+            overhead_s=overhead_s if self._records else None,  # an idle poll is no step
             costs=self.step_costs.own,
         )
         # In this order: an idle link has read no block that is not among the events.

@@ -176,8 +176,11 @@ class CakePrefillAdder(PrefillAdder):
             case Run(stop):
                 self._stop = stop
         result: AddReqResult = super().add_one_req(req, has_chunked_req, truncation_align_size)
-        if result is AddReqResult.CONTINUE and req not in self.can_run_list:
-            self._left_waiting(req)
+        if req not in self.can_run_list:
+            if result is AddReqResult.CONTINUE:
+                self._left_waiting(req)
+            else:  # SGLang refuses it, and leaves its state to it if it is in a session
+                self.tree_cache.drop_state(req)
         return self._alone(result) if isinstance(decision, Share) else result
 
     def _left_waiting(self, req: "Req") -> None:

@@ -97,12 +97,12 @@ class PromptLoads:
         elif waited and not record.awaits_lookup(self._config.mode):
             self.late_lookup_s = self.now_s
         for block in update.fetched:
-            staged = record.local.fetched.pop(block)
+            host_block = record.local.fetched.pop(block)
             if record.meet.landed(block):
-                self._device_slots.stage(record, block, staged)
+                self._device_slots.stage(record, block, host_block)
             else:
                 self._device_slots.discard(record, [block], "overtaken")
-                self._device_slots.refuse(record, staged, "overtaken")
+                self._device_slots.refuse(record, host_block, "overtaken")
         # This rank has bytes of a lost block only if another rank could not read its part.
         self._device_slots.discard(record, update.lost, "peer")
         for block in update.lost:
@@ -121,9 +121,9 @@ class PromptLoads:
 
     def used_while_read(self, record: PromptRecord, block: int) -> None:
         """An overlapped last step used this block, which has been fetched since."""
-        staged = record.local.fetched.pop(block)
-        assert staged is not None  # no slots were reserved for it
-        staged.release(used=True)
+        host_block = record.local.fetched.pop(block)
+        assert host_block is not None  # no slots were reserved for it
+        host_block.release(used=True)
 
     # ---- requests to the loader ----
 
@@ -210,17 +210,17 @@ class PromptLoads:
     def _receive(self, event: LoaderEvent) -> None:
         record = self._records.get(event.load_id)
         if record is None:
-            if isinstance(event, Fetched) and event.staged is not None:
-                event.staged.release(used=False, reason="ended")
+            if isinstance(event, Fetched) and event.host_block is not None:
+                event.host_block.release(used=False, reason="ended")
         elif isinstance(event, LookedUp):
             record.local.stored = event.stored
             record.local.ends = event.ends
             record.local.tiers = event.tiers
             self._reporter.write_event(record, "found", stored_blocks=sum(event.stored))
         elif isinstance(event, Fetched):
-            record.local.fetched[event.block] = event.staged
+            record.local.fetched[event.block] = event.host_block
             record.local.last_fetched_s = max(record.local.last_fetched_s, event.at_s)
-            self._reporter.write_event(record, "land", at_s=event.at_s, block=event.block)
+            self._reporter.write_event(record, "fetch", at_s=event.at_s, block=event.block)
         else:
             if event.reason == LATE:
                 self._report_given_up(record)

@@ -30,7 +30,7 @@ from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 
 _HEAD = 4  # numbers of a request before those of its blocks
-_GONE = -1  # this rank has no record of the request
+_NO_RECORD = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
 
 
@@ -112,7 +112,7 @@ class RankConsensus:
         if self._reduce_min is None or not records:
             every = [True] * len(records)
             return Vote(every, every, failed, evicts, time.monotonic())
-        own: list[float] = [_GONE if record is None else _state(record) for record in records]
+        own: list[float] = [_NO_RECORD if record is None else _state(record) for record in records]
         own += [record is not None and _has_changed(record) for record in records]
         own += [failed, evicts, time.monotonic()]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
@@ -235,9 +235,9 @@ def _blocks_size(record: PromptRecord) -> int:
 
 
 def _pack_head(record: PromptRecord) -> list[float]:
-    """[elapsed, lookup answered, no block is lacking or the link is idle, the link is idle while a
-    block is lacking]. The first and the last number are negative, so that the largest one of all
-    ranks counts."""
+    """[-elapsed_s, answered, done_or_idle, -idle], where `done` is: this rank lacks no block, and
+    `idle`: it lacks one, and its link is idle. Two numbers are negative, so that the minimum over
+    the ranks is the largest elapsed time, and whether any rank is idle."""
     local = record.local
     done = not _awaits_block(record)
     idle = local.link_idle and not done

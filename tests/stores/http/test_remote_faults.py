@@ -284,7 +284,7 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
         landed = [event for event in events if isinstance(event, Fetched)]
         lost = [event for event in events if isinstance(event, Lost)]
         for event in landed:
-            assert event.staged.buffer.view == block_of(event.block)
+            assert event.host_block.buffer.view == block_of(event.block)
         assert {event.block for event in (*landed, *lost)} == set(range(BLOCKS))
         # What comes in place of all others is block 0 itself.
         assert len(landed) <= BLOCKS // 2 + (fault == "another block")
@@ -304,7 +304,7 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
         }
         assert 0 < sum(failures.values()) <= len(lost)
         for event in landed:
-            event.staged.release(used=True)
+            event.host_block.release(used=True)
     finally:
         loader.close()
         io.run(store.close(), WAIT_S)
