@@ -459,6 +459,34 @@ def test_radix_ends_windows_kept_for_answers_leave_room_for_a_chunk(chunk_tokens
     assert kept == {True, False}
 
 
+@pytest.mark.parametrize("chunk_tokens", [16, 32, 64])
+def test_radix_ends_windows_kept_for_answers_leave_room_for_a_window(chunk_tokens: int) -> None:
+    """SGLang asks for a window for the answer of a prompt, also if the chunk is smaller."""
+    window = 64
+    cfg = replace(config_of(SWA, slots=640, window=window), max_num_reqs=24)
+    side = HybridTree(cfg, block=32)
+    side.tree.coordinator.step_costs.chunk_tokens = chunk_tokens
+    requests = [side.start(range(1000 * number, 1000 * number + 16), 16) for number in range(6)]
+    kept, admitted = set(), []
+    for token in range(86):
+        budget = SWAPrefillBudget(side.allocator, side.tree)
+        budget.swa_offset = window  # the match of the prompt has locked a window
+        fits, _ = budget.check_prefill(
+            extend_input_len=3 * window,
+            total_tokens=1,
+            max_new_tokens=4096,
+            input_tokens=4 * window,
+            swa_host_hit_length=0,
+            chunk_limit=chunk_tokens,
+        )
+        admitted.append(fits)
+        for req in requests:
+            side.decode(req, [token])
+            kept.add(side.tree.swa_retain_floor(req) is not None)
+    assert all(admitted)
+    assert kept == {True, False}
+
+
 def test_radix_ends_windows_are_not_kept_for_answers_that_are_not_stored() -> None:
     side = tree_of("window")
     coordinator, floor = side.tree.coordinator, side.tree.swa_retain_floor

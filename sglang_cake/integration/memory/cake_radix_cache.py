@@ -514,10 +514,12 @@ class CakeRadixCache(UnifiedRadixCache):
         assert self.ends is not None
         allocator, rows = self.token_to_kv_pool_allocator, self.req_to_token_pool
         free = allocator.swa_available_size() + self.swa_evictable_size()
-        # For a prompt: a chunk, the window that its match locks, and a page. For each live request,
-        # a page more, since those that decode take some before the prompt is admitted.
+        # For a prompt: a chunk, or a window if that is larger, the window that its match locks, and
+        # a page. For each live request, a page more, since those that decode take some before the
+        # prompt is admitted.
         pages = 1 + rows.size - rows.available_size()
-        needed = coordinator.step_costs.chunk_tokens + self.ends.window_tokens
+        window_tokens = self.ends.window_tokens
+        needed = max(coordinator.step_costs.chunk_tokens, window_tokens) + window_tokens
         needed += pages * int(self.page_size)
         return None if free < max(needed, allocator.size_swa * SCARCE_WINDOWS) else start
 
