@@ -185,7 +185,10 @@ def _cpu_s(call: Callable[[], object]) -> float:
     return time.thread_time() - began_s
 
 
-def _attach(req: Any, slots: torch.Tensor, stop: int, end: Any) -> None:
+def _attach(
+    req: Any, slots: torch.Tensor, stop: int, end: Any, taken: Callable[[], object]
+) -> None:
+    taken()
     req.prefix_len = stop
 
 

@@ -298,7 +298,10 @@ class SchedulerLoop(ABC):
             tokens = run.req.origin_input_ids[: run.req.prefix_len]
             self.saving.checkpointed(record, tokens, torch.cat(run.req.row), last=last)
 
-    def _attach(self, req: Any, slots: torch.Tensor, stop: int, end: object = None) -> None:
+    def _attach(
+        self, req: Any, slots: torch.Tensor, stop: int, end: object, taken: Callable[[], object]
+    ) -> None:
+        taken()
         req.row.append(slots)
         req.prefix_len = stop
 

@@ -11,7 +11,7 @@ import random
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import pytest
@@ -173,7 +173,15 @@ class SharedDevice:
         stop = req.prefix_len + left if step is None else step.stop
         return min(stop, total, total if most is None else req.prefix_len + most)
 
-    def _attach(self, req: FakeReq, slots: torch.Tensor, stop: int, end: object) -> None:
+    def _attach(
+        self,
+        req: FakeReq,
+        slots: torch.Tensor,
+        stop: int,
+        end: object,
+        taken: Callable[[], object],
+    ) -> None:
+        taken()
         self.base.allocator.free(slots)
         req.prefix_len = stop
 
