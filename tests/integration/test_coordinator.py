@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -398,6 +399,24 @@ def test_coordinator_late_reads_that_have_all_places_of_the_link_end_the_loads()
         record.local.served_since_s -= 1000.0
         harness.poll(req, other)
         assert not harness.coordinator.loading(req)
+
+
+def test_coordinator_prompt_that_the_link_does_not_serve_first_is_not_overdue_after_a_long_step(
+    stopped_clock: SimpleNamespace,
+) -> None:
+    """Its blocks come once those of the first one are there."""
+    load = LoadCost(0.0, 1e-3, error=0.0, depth=2)
+    with CoordinatorHarness(mode="auto", load=load) as harness:
+        harness.loader.known_cost = load
+        reqs = [other_of(4.5, "other"), req_of(4.5)]
+        keys = [harness.fill(req.origin_input_ids, {0, 1, 2, 3}) for req in reqs]
+        for req in reqs:
+            harness.arrive(req)
+        harness.poll(*reqs)
+        stopped_clock.now_s += 1.0  # in which a step ran
+        harness.open(keys[0][3], keys[0][2])
+        harness.poll(*reqs)
+        assert all(harness.coordinator.loading(req) for req in reqs)
 
 
 @pytest.mark.parametrize("has_keys", [True, False])

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from kv_pools import record_of
 
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
@@ -46,14 +47,20 @@ def test_restore_pending_read_keeps_the_clock() -> None:
     assert record.local_elapsed_s() >= 1000.0
 
 
-def test_restore_prompt_not_served_restarts_the_clock() -> None:
+def test_prompt_record_clock_runs_only_while_the_link_serves_the_prompt_first() -> None:
     record = waiting()
-    record.not_served_first()
+    record.served_first(False)
     assert record.progress.since_s == 0.0
-    assert record.local_elapsed_s() < 500.0  # what the next update says
+    with pytest.MonkeyPatch.context() as patch:
+        later_s = time.monotonic() + 1000.0  # a long step
+        patch.setattr("time.monotonic", lambda: later_s)
+        assert record.local_elapsed_s() == 0.0  # what the next update says
+        record.served_first(True)
+        patch.setattr("time.monotonic", lambda: later_s + 1.0)
+        assert record.local_elapsed_s() == 1.0
     record.agreed.lookup_done = False
     record.agreed.elapsed_s = 1000.0
-    record.not_served_first()  # a lookup is for nobody else
+    record.served_first(False)  # a lookup is for nobody else
     assert record.agreed.elapsed_s == 1000.0
 
 

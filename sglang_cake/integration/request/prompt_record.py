@@ -85,8 +85,8 @@ class LocalLoads:
 
     Attributes:
         served_since_s: the start of the wait for the lookup, and after its answer of the time in
-            which the link serves this prompt first. Each poll sets it anew while others are served
-            first, or the link is idle.
+            which the link serves this prompt first; inf: it serves another one first. Each poll
+            sets it anew while the link is idle.
         link_idle: the link reads nothing for this prompt, since it has read all, or there is no
             buffer for a block.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
@@ -384,10 +384,11 @@ class PromptRecord:
         self.agreed.load_from = block
         self.agreed.ever_asked |= block is not None
 
-    def not_served_first(self) -> None:
-        """The link did not serve this prompt first until now: no block of it was due."""
+    def served_first(self, first: bool) -> None:
+        """From now on the link serves this prompt first, or another one: then no block of this one
+        is due, however long the step under way takes."""
         if self.agreed.lookup_done:
-            self.local.served_since_s = time.monotonic()
+            self.local.served_since_s = time.monotonic() if first else math.inf
             self.agreed.elapsed_s = 0.0
 
     # ---- what is reported ----

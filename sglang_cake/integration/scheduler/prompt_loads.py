@@ -170,7 +170,7 @@ class PromptLoads:
         first = records[0] if records else None
         for record in records:
             if record is not first or record is not self._served:
-                record.not_served_first()
+                record.served_first(record is first)
         self._served = first
         waits = (
             may_use_all_buffers is not None
