@@ -117,6 +117,22 @@ async def test_memory_in_front_of_a_device_keeps_what_the_device_decodes(
     await store.close()
 
 
+async def test_memory_put_of_a_block_that_moved_up_gives_the_tier_below_its_encoded_form(
+    tmp_path: Path,
+) -> None:
+    await put_below(tmp_path, "zstd")
+    encoded = stored_file(tmp_path).read_bytes()
+    store = opened(f"memory://4MB,{files(tmp_path)}", "zstd")
+    await read(store)
+    below = opened(files(tmp_path), "zstd")
+    await below.delete(KEY)  # as another server does that evicts it
+    await below.close()
+    assert await store.contains([KEY]) == [True], "memory has it"
+    assert not await store.put(KEY, memoryview(BLOCK)), "as another rank does with MLA"
+    await store.close()
+    assert stored_file(tmp_path).read_bytes() == encoded
+
+
 @pytest.mark.parametrize("below", [False, True])
 async def test_memory_lends_a_put_block_that_auto_leaves_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: bool

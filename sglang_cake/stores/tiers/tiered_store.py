@@ -327,7 +327,9 @@ class TieredStore(Store):
                 # Another process that needs the block does not find it in memory of this one.
                 lacking = 0 if tier.memory is None else lacking
                 others = [t for t in others if t.bit & lacking]
-            await self._copy(key, form_of, others, deletes, _Stored(tier, data))
+            # A block that memory had before may have another form there: decoded, when it moved up.
+            stored = _Stored(tier, data) if fresh else None
+            await self._copy(key, form_of, others, deletes, stored)
             return fresh
         raise _first_by_precedence(errors or [StoreUnavailable("all tiers are left out")])
 
@@ -493,7 +495,7 @@ class TieredStore(Store):
 
         Args:
             deletes: see `_may_be_deleted`.
-            stored: where the block is already.
+            stored: where this payload of the block is already.
         """
 
         async def form(index: int) -> memoryview:
