@@ -432,8 +432,8 @@ class Loader:
         least_limit_s: every read may take that long.
         wake: called when a lookup has answered, and when a prompt's last block that is worth
             loading has arrived or is lost. I/O thread.
-        record: called once with the blocks of each prompt whose lookup has answered, and with its
-            facts. Must not raise. I/O thread.
+        record: called when a lookup has answered, with the blocks of the prompt and its facts; once
+            for each lookup of a prompt. Must not raise. I/O thread.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import RequestFacts
 
 logger = logging.getLogger(__name__)
+MOST_REQUESTS = 4096  # requests whose later lookups are recognised
 MOST_BYTES = 1 << 30  # of the file; about 20 bytes per block of a request
 
 
@@ -30,12 +32,16 @@ class RequestTraceFile:
         self._has_ended = False
         self._salt = os.urandom(32)
         self._block_tokens = block_tokens
+        self._written: OrderedDict[str, None] = OrderedDict()
 
     def write(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """Append a line for a request, whose prompt begins with the blocks `keys`. After an error,
-        which the log has, nothing more is appended."""
-        if not keys or self._has_ended:
+        """Append a line for a request, whose prompt begins with the blocks `keys`. Later lookups of
+        a request are ignored. After an error, which the log has, nothing more is appended."""
+        if not keys or self._has_ended or facts.id in self._written:
             return
+        self._written[facts.id] = None
+        if len(self._written) > MOST_REQUESTS:
+            self._written.popitem(last=False)
         line = {
             "t_s": time.time(),
             "block_tokens": self._block_tokens,

@@ -377,6 +377,16 @@ def test_request_trace_files_of_several_processes_have_one_limit(tmp_path, monke
         trace.close()
 
 
+def test_request_trace_file_request_that_is_looked_up_again_has_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(request_recording, "MOST_REQUESTS", 2)
+    path = tmp_path / "trace.jsonl"
+    trace = RequestTraceFile(path, 128)
+    for request in ("r1", "r2", "r1", "r2", "r3", "r3", "r1"):
+        trace.write([A], RequestFacts(request, 128))
+    trace.close()
+    assert len(path.read_text().splitlines()) == 4, "r1 is forgotten after two others"
+
+
 def test_request_trace_file_on_a_full_disk_ends_with_one_line_in_the_log(caplog):
     trace = RequestTraceFile(Path("/dev/full"), 128)
     for _ in range(3):
