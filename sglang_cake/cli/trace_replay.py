@@ -7,6 +7,7 @@ so is no limit with --admit, where it is left out.
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.admit < math.inf:
         raise ConfigError(f"--admit: {args.admit!r} is not possible, write a number from 0 on")
     trace = read_trace(args.trace)
+    if trace.broken_off:
+        text = f"{len(trace.broken_off)} (the first is line {trace.broken_off[0]})"
+        print(f"warning: {args.trace}: broken lines skipped: {text}", file=sys.stderr)
     clock = SavedTime(SHAPES[args.shape], trace.block_tokens)
     rows = []
     for capacity_blocks in capacities:

@@ -8,6 +8,7 @@ Three formats of JSON lines, distinguished by their fields, plain or zstd-compre
 - cake's (`--cake-record-trace`): `t_s`, `input_length`, `block_tokens`, `hash_ids`, `workload`.
 
 `hash_ids` name a block together with everything before it, so equal ids mean equal prefixes.
+A line of cake's format may be broken off, by a full disk or the end of the server, and is skipped.
 """
 
 import json
@@ -21,6 +22,7 @@ import zstandard
 from sglang_cake.core.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
+_RECORDED = '{"t_s": '  # how each line of cake's format begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Trace:
 
     block_tokens: int
     requests: tuple[TraceRequest, ...]
+    broken_off: tuple[int, ...] = ()  # numbers of the lines that were skipped
 
     @property
     def refs(self) -> int:
@@ -48,6 +51,7 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises: ConfigError, which names the file and the wrong line."""
     requests: list[TraceRequest] = []
+    broken_off: list[int] = []
     block_tokens, last_s = 0, 0.0
     try:
         with _opened(path) as lines:
@@ -56,6 +60,11 @@ def read_trace(path: Path) -> Trace:
                     continue
                 try:
                     size, request = _request(json.loads(line), last_s)
+                except json.JSONDecodeError as error:
+                    if not _RECORDED.startswith(line.rstrip("\n")[: len(_RECORDED)]):
+                        raise ConfigError(f"{path}, line {number}: {error}") from None
+                    broken_off.append(number)
+                    continue
                 except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
                     raise ConfigError(f"{path}, line {number}: {_reason(error)}") from None
                 if block_tokens not in (0, size):
@@ -66,7 +75,7 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"trace {path} cannot be read: {error}") from None
     if not requests:
         raise ConfigError(f"trace {path} has no requests")
-    return Trace(block_tokens, tuple(requests))
+    return Trace(block_tokens, tuple(requests), tuple(broken_off))
 
 
 def _opened(path: Path) -> TextIO:

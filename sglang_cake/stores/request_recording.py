@@ -23,12 +23,13 @@ class RequestTraceFile:
 
     The number of a block is a hash of its key with a random salt, which is never written. So the
     numbers do not reveal prompts, not even known ones, and have no meaning after a restart.
-    Several processes may append to it. Nothing is appended beyond MOST_BYTES.
+    Several processes may append to it. Nothing is appended beyond MOST_BYTES. A line that a full
+    disk or the end of a process broke off stays, and the next one begins after it.
     """
 
     def __init__(self, path: Path, block_tokens: int) -> None:
         """Mode 0600. Raises: OSError."""
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._has_ended = False
         self._salt = os.urandom(32)
         self._block_tokens = block_tokens
@@ -51,7 +52,10 @@ class RequestTraceFile:
         }
         text = json.dumps(line).encode() + b"\n"
         try:
-            if os.fstat(self._fd).st_size + len(text) > MOST_BYTES:
+            size_bytes = os.fstat(self._fd).st_size
+            if size_bytes and os.pread(self._fd, 1, size_bytes - 1) != b"\n":
+                text = b"\n" + text  # the last line is broken off
+            if size_bytes + len(text) > MOST_BYTES:
                 self._has_ended = True
                 logger.warning("the recorded trace has %d bytes, and ends here", MOST_BYTES)
                 return

@@ -69,7 +69,7 @@ def test_read_trace_earlier_timestamp_is_raised_to_the_previous_one(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2"),
+        ('{"timestamp"', "line 2"),
         ("[" * 100_000, "line 2"),
         (dict(MOONCAKE[0], timestamp=10**400), "line 2"),
         ("[]\n", "not a JSON object"),
@@ -128,6 +128,18 @@ def test_trace_replay_json_reports_hits_and_saved_seconds(tmp_path, capsys):
     assert (one["policy"], one["capacity_blocks"], one["refs"], one["hits"]) == ("lru", 3, 12, 9)
     assert one["hit_ratio"] == one["optimum_hit_ratio"] == 9 / 12
     assert 0 < one["seconds_saved"] <= one["seconds_saved_bound"]
+
+
+def test_trace_replay_skips_parts_of_recorded_lines_and_names_them(tmp_path, capsys):
+    line = json.dumps(OURS[0])
+    path = written(tmp_path, [OURS[0], line[:50] + "\n", OURS[0], line[:3] + "\n", OURS[0]])
+    found = replayed(path, capsys, "--policy", "lru", "--capacity", "3")
+    assert (found["refs"], found["hits"]) == (6, 4)
+    assert main(["trace", "replay", str(path), "--policy", "lru"]) == 0
+    expected = f"warning: {path}: broken lines skipped: 2 (the first is line 2)\n"
+    assert capsys.readouterr().err == expected
+    assert main(["trace", "replay", str(written(tmp_path, [line[:50]]))]) == 2
+    assert capsys.readouterr().err == f"sglang-cake: trace {path} has no requests\n"
 
 
 def test_trace_replay_high_admission_threshold_writes_no_blocks(tmp_path, capsys):

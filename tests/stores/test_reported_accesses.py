@@ -20,6 +20,7 @@ from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.simulator.request_traces import read_trace
 from sglang_cake.stores import request_recording
 from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext, Benefit
@@ -385,6 +386,23 @@ def test_request_trace_file_request_that_is_looked_up_again_has_one_line(tmp_pat
         trace.write([A], RequestFacts(request, 128))
     trace.close()
     assert len(path.read_text().splitlines()) == 4, "r1 is forgotten after two others"
+
+
+def test_request_trace_file_after_a_part_of_a_line_begins_a_new_line(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    before = RequestTraceFile(path, 128)
+    before.write([A], RequestFacts("r1", 128))
+    part = path.read_bytes()[:-20]  # as a full disk leaves it
+    path.write_bytes(path.read_bytes() + part)
+    trace = RequestTraceFile(path, 128)
+    for number in range(2, 4):
+        trace.write([A, B], RequestFacts(f"r{number}", 256))
+        before.write([A], RequestFacts(f"q{number}", 128))
+    before.close()
+    trace.close()
+    read = read_trace(path)
+    assert [len(request.blocks) for request in read.requests] == [1, 2, 1, 2, 1]
+    assert read.broken_off == (2,)
 
 
 def test_request_trace_file_on_a_full_disk_ends_with_one_line_in_the_log(caplog):
