@@ -183,11 +183,11 @@ async def measure_size(
             keys = _keys(at_once, int(min(wanted, most_blocks)))
             try:
                 found.insert(0, await _measure(named, store, frame, at_once, keys, bar))
-            except BaseException:
+                await _delete(store, keys)
+            except BaseException:  # an interrupt, also of the deletes
                 with contextlib.suppress(StoreError):  # the first error says more
                     await _delete(store, keys)
                 raise
-            await _delete(store, keys)
     return found
 
 

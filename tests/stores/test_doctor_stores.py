@@ -180,6 +180,35 @@ async def test_doctor_interrupted_deletes_its_blocks():
     assert not store.blocks
 
 
+async def test_doctor_interrupted_while_it_deletes_its_blocks_deletes_the_others():
+    interrupted = []
+
+    class InterruptedStore(MemoryStore):
+        async def delete(self, key):
+            if not interrupted:
+                interrupted.append(key)
+                loop.call_soon_threadsafe(finding.cancel)
+                await asyncio.sleep(3600)
+            await super().delete(key)
+
+    store, loop = InterruptedStore(), asyncio.get_running_loop()
+    source = SimpleNamespace(check=lambda: None, open=lambda frame, depth: store)
+    finding = asyncio.create_task(
+        store_findings(
+            NamedStore("slow://", source),
+            2,
+            MODEL,
+            bench_bytes=1 << 20,
+            bench_s=600.0,
+            hang_s=600.0,
+        )
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await finding
+    assert interrupted
+    assert not store.blocks
+
+
 @pytest.mark.parametrize("call", ["check", "open"])
 def test_doctor_store_that_hangs_is_given_up(call):
     go, went_on = threading.Event(), []
