@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from sglang_cake import __version__
@@ -65,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"sglang-cake: {error}", file=sys.stderr)
             status = 2
         finally:
-            if sys.stdout is not None:  # None: it was closed before the start
+            is_interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+            # After an interrupt the thread of a tool may hold stdout, as while nobody reads a pipe.
+            if sys.stdout is not None and not is_interrupted:  # None: closed before the start
                 sys.stdout.flush()
     except BrokenPipeError:
         if not _stdout_is_broken():
@@ -80,10 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if is_program:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would end in a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends it, without a traceback
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         clear_line = "\r\x1b[K" if is_terminal else ""  # of ^C, and of a progress bar
-        print(f"{clear_line}interrupted", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the reader of stderr has ended, as of the same Ctrl-C
+            print(f"{clear_line}interrupted", file=sys.stderr, flush=True)
         if is_program:
             os._exit(130)
         return 130

@@ -310,11 +310,12 @@ def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> 
             _wait(closed)
             return called.result()
         except KeyboardInterrupt:
-            with suppress(RuntimeError):  # the loop is closed: it has ended
-                started.result()()
+            with suppress(RuntimeError, TimeoutError):  # the loop is closed, or has not begun
+                started.result(LOOP_S)()
             if _wait(cancelling, LOOP_S) and not _wait(ended, NOTICE_S):
                 text = "calls to the store have not ended: Ctrl-C ends without them"
-                print(text, file=sys.stderr, flush=True)
+                with suppress(OSError):  # the reader of stderr has ended
+                    print(text, file=sys.stderr, flush=True)
                 _wait(ended)
             raise
         finally:

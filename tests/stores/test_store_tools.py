@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ from storetools import (
 from system_calls import Disk, failing
 
 import sglang_cake
-from sglang_cake.cli import PIPE_STATUS, store_maintenance
+from sglang_cake.cli import PIPE_STATUS, named_stores, store_maintenance
 from sglang_cake.cli.named_stores import run_tool
 from sglang_cake.cli.store_cp import lacking
 from sglang_cake.codecs.frame import BlockFrame
@@ -786,7 +787,9 @@ def test_store_tools_missing_folder_is_refused_and_not_created(tmp_path):
 
 
 def environment():
-    return os.environ | {"PYTHONPATH": str(Path(sglang_cake.__file__).parent.parent)}
+    """With a buffer of stdout, as in a shell, whatever the variables of the tests."""
+    path = Path(sglang_cake.__file__).parent.parent
+    return os.environ | {"PYTHONPATH": str(path), "PYTHONUNBUFFERED": ""}
 
 
 def process(*arguments, program=("-m", "sglang_cake"), **options):
@@ -951,6 +954,57 @@ def test_store_ls_interrupted_while_a_call_hangs_ends(root, sent, call, remote):
         finally:
             listing.kill()
     assert (listing.returncode, err) == (130, "interrupted\n")
+
+
+def test_store_ls_interrupted_without_a_reader_of_its_errors_ends(root):
+    """As with `2>&1 | tee`, which the same Ctrl-C ends."""
+    with hanging_process("os.scandir", "ls", url_of(root)) as listing:
+        try:
+            listing.stderr.close()
+            listing.send_signal(signal.SIGINT)
+            assert listing.wait(60) == 130
+        finally:
+            listing.kill()
+
+
+PRINTING = """
+import sys
+from sglang_cake.cli import main, named_stores
+
+def fill(named):
+    print("prints", file=sys.stderr, flush=True)
+    print("x" * (1 << 20))
+
+named_stores.refuse_memory = fill
+sys.exit(main())
+"""
+
+
+def test_store_ls_interrupted_while_nobody_reads_its_output_ends(root):
+    with process(
+        *("ls", url_of(root)),
+        program=("-c", PRINTING),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as listing:
+        try:
+            assert listing.stderr.readline() == "prints\n"
+            listing.send_signal(signal.SIGINT)
+            assert listing.wait(60) == 130
+            assert listing.stderr.read() == "interrupted\n"
+        finally:
+            listing.kill()
+
+
+def test_store_tool_interrupted_before_its_thread_runs_ends(monkeypatch):
+    monkeypatch.setattr(named_stores, "LOOP_S", 0.01)
+
+    def no_thread(pool, work):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Future()
+
+    monkeypatch.setattr(named_stores, "submit", no_thread)
+    with pytest.raises(KeyboardInterrupt):
+        run_tool(None)(None)
 
 
 def test_store_verify_interrupted_twice_leaves_reads_that_hang(root):
