@@ -24,6 +24,7 @@ from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request import request_keys
+from sglang_cake.integration.request.media import media_numbers
 from sglang_cake.integration.scheduler import scheduler_hooks
 
 
@@ -197,17 +198,17 @@ def test_prefill_server_of_sglang_0_5_22_sends_no_prefix_while_blocks_are_copied
 
 
 @pytest.mark.parametrize(
-    ("place", "sleeps"),
+    ("place", "loads_over_in_s"),
     [
-        ("bootstrap queue", False),
-        ("inflight queue", False),
-        ("waiting queue", False),
-        ("in chunks", False),
-        ("nowhere", True),
+        ("bootstrap queue", []),
+        ("inflight queue", [0.0]),
+        ("waiting queue", [0.0]),
+        ("in chunks", [0.0]),
+        ("nowhere", [2.0]),
     ],
 )
-def test_prefill_server_sleeps_for_loads_only_while_no_request_awaits_its_decode_server(
-    hooks: Hooks, server: PrefillServer, place: str, sleeps: bool
+def test_prefill_server_sleeps_long_for_loads_only_while_no_request_awaits_its_decode_server(
+    hooks: Hooks, server: PrefillServer, place: str, loads_over_in_s: list[float]
 ) -> None:
     """No message of a decode server wakes the scheduler: a finished transfer, or the handshake of a
     prompt that was begun before it, would be noticed late."""
@@ -230,7 +231,7 @@ def test_prefill_server_sleeps_for_loads_only_while_no_request_awaits_its_decode
     scheduler.waiting_queue = [loads, *[other] * (place == "waiting queue")]
     scheduler.chunked_req = other if place == "in chunks" else None
     hooks["on_idle"](None, scheduler)
-    assert slept == ([2.0] if sleeps else [])
+    assert slept == loads_over_in_s
     assert BOUNDARY.counts["Scheduler.on_idle"] == 0
 
 
@@ -384,7 +385,8 @@ def picture(content: bytes) -> Media:
     return Media((MediaItem(content * 32, ((2 * BLOCK + 1, 2 * BLOCK + 5),)),))
 
 
-DIFFERS = ["salt", "first token", "last token", "picture", "keys here", "keys there"]
+DIFFERS = ["salt", "first token", "last token", "picture"]
+DIFFERS += ["keys here", "keys there", "token without keys"]
 
 
 @pytest.mark.parametrize("differs", DIFFERS)
@@ -411,6 +413,9 @@ def test_decode_server_prompt_that_differs_is_kept_out_of_the_tree_and_others_ar
             other.session = object()
         case "keys there":
             req.session = object()
+        case "token without keys":  # of the text before a picture, which the tree may share
+            other.session = req.session = object()
+            other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
     harness.arrive(before)
     harness.arrive(req)
     sent(hooks, coordinator, req, metadata)
@@ -571,6 +576,45 @@ def test_decode_server_knows_the_namespace_of_a_prompt_without_keys(
     coordinator.rebase(Digest(b"o" * 32), suspended=False)  # the prefill server has other weights
     received(hooks, coordinator, other, metadata)
     assert coordinator.keys.suspended
+
+
+@pytest.mark.parametrize("lost", ["store attached", "namespace known", "failure", "emptied"])
+def test_prefill_server_without_the_record_of_a_prompt_still_names_it(
+    hooks: Hooks, harness: CoordinatorHarness, lost: str
+) -> None:
+    """The decode server keeps its KV: otherwise the next turn would be sent whole."""
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    same, coordinator = generating(req), harness.coordinator
+    coordinator.store_detached = lost == "store attached"
+    if lost == "namespace known":
+        coordinator.rebase(None, suspended=False)
+    harness.arrive(req)
+    match lost:
+        case "store attached":
+            coordinator.store_detached = False
+        case "namespace known":
+            coordinator.rebase(NAMESPACE, suspended=False)
+        case "failure":
+            coordinator.release_all()
+        case "emptied":
+            coordinator.emptied()
+    sent(hooks, coordinator, req, metadata := Metadata())
+    received(hooks, coordinator, same, metadata)
+    assert coordinator.on_everywhere()
+    assert not same.skip_radix_cache_insert
+    assert coordinator.record(same) is not None
+
+
+def test_prompt_digest_without_keys_does_not_depend_on_the_numbers_of_media(
+    harness: CoordinatorHarness,
+) -> None:
+    """Each process numbers media anew."""
+    keys, digests = harness.coordinator.keys, []
+    for number, last in ((5, 3), (6, 3), (5, 4)):
+        req: Any = FakeReq("r", array("q", [1, media_numbers() + number, 2, last]))
+        digests.append(keys.prompt_digest(req, req.origin_input_ids, None))
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize("how", [{"finished": True}, {"fake": True}])

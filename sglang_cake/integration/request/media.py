@@ -130,21 +130,26 @@ def forget_embeddings() -> None:
         mm_schedule.embedding_cache.clear()
 
 
+def media_numbers() -> int:
+    """From here on are the numbers that SGLang puts in the place of media; tokens are below."""
+    from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
+
+    return int(MM_PAD_SHIFT_VALUE)
+
+
 def media_of(req: "Req") -> Media | None:
     """The media of the request; None: they cannot be identified, so the request has no keys.
 
     A request without media must not have the numbers that SGLang puts in the place of media: a
     client may send them as tokens.
     """
-    from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
-
     found = req.multimodal_inputs
     media = NO_MEDIA if found is None else _media(found, req.origin_input_ids)
     if media is None:
         return None
     text = media.without_pads(req.origin_input_ids) if media.items else req.origin_input_ids
     largest = np.frombuffer(text, dtype=np.int64).max(initial=0)
-    return media if largest < MM_PAD_SHIFT_VALUE else None
+    return media if largest < media_numbers() else None
 
 
 def _media(found: "MultimodalInputs", tokens: "array[int]") -> Media | None:

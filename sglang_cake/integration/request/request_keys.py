@@ -1,12 +1,16 @@
 """Which keys name the KV of a request, if any do."""
 
+import hashlib
 import re
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest, KeyChain, KeySeed, Media
-from sglang_cake.integration.request.media import media_of
+from sglang_cake.core.keys import Digest, KeyChain, KeySeed
+from sglang_cake.integration.request.media import media_numbers, media_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -51,19 +55,35 @@ class RequestKeys:
         self.namespace: Digest | None = None
         self.suspended = False
 
-    def chain(self, req: "Req") -> KeyChain | None:
-        """The keys of a request; None, and counted: it has none."""
-        media = self._media(req)
-        if media is None:
+    def chain(self, req: "Req", *, counted: bool = True) -> KeyChain | None:
+        """The keys of a request; None: it has none, and that is counted."""
+        media = media_of(req)
+        if (reason := unkeyed_because(req)) is not None or media is None:
+            if counted:
+                self._counters.add("unkeyed_requests", label=reason or "media")
             return None
-        adapter = None if req.lora_id is None else self._adapter(req.lora_id)
-        unknown = self.namespace is None or (req.lora_id and adapter is None)
-        if unknown or self.has_foreign_kv(req):
-            self._counters.add("unnamed_requests")
+        seed = None if self.has_foreign_kv(req) else self._seed(req)
+        if seed is None:
+            if counted:
+                self._counters.add("unnamed_requests")
             return None
-        assert self.namespace is not None
-        seed = seed_of(req, self.namespace, adapter)
         return KeyChain(seed, self._block_tokens, media, self.next_tokens, self._end_rank)
+
+    def prompt_digest(
+        self, req: "Req", tokens: "array[int]", key_chain: KeyChain | None
+    ) -> bytes | None:
+        """32 bytes for all that the KV of `tokens` depends on; None: the namespace is not known.
+
+        Without keys they stand for the tokens alone: media, which each process numbers anew, count
+        as equal. SGLang's tree may give KV of the text before them to other requests.
+        """
+        if key_chain is not None:
+            return key_chain.prefix_digest(tokens)
+        if (seed := self._seed(req)) is None:
+            return None
+        numbers = np.frombuffer(tokens, np.int64)
+        text = np.where(numbers < media_numbers(), numbers, -1)
+        return hashlib.sha256(b"sglang_cake tokens v1" + seed.digest() + text.tobytes()).digest()
 
     def weights_digest(self, req: "Req") -> bytes | None:
         """32 bytes for the namespace of a request, and for its LoRA adapter; None: not known."""
@@ -93,13 +113,12 @@ class RequestKeys:
         self.suspended = False
         self._foreign_adapters.clear()
 
-    def _media(self, req: "Req") -> Media | None:
-        """The media that keys of this request cover; None, and counted: they do not cover all."""
-        media = media_of(req)
-        if (reason := unkeyed_because(req)) is not None or media is None:
-            self._counters.add("unkeyed_requests", label=reason or "media")
+    def _seed(self, req: "Req") -> KeySeed | None:
+        """The start of the keys of a request; None: not known."""
+        adapter = None if req.lora_id is None else self._adapter(req.lora_id)
+        if self.namespace is None or (req.lora_id and adapter is None):
             return None
-        return media
+        return seed_of(req, self.namespace, adapter)
 
 
 def unkeyed_because(req: "Req") -> str | None:

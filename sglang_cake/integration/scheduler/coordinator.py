@@ -303,17 +303,15 @@ class Coordinator:
 
     def prompt_digest(self, req: "Req") -> bytes:
         """What a prefill server sends with the KV of a prompt: SENT_WEIGHTS bytes of
-        `RequestKeys.weights_digest`, and 32 that stand for all that the KV depends on. Zeros stand
-        for weights that are not known, or KV of another namespace in the tree, and for a prompt
-        without keys."""
-        weights = None
+        `RequestKeys.weights_digest`, and the 32 of `RequestKeys.prompt_digest`. Zeros stand for
+        what is not known, and for KV in the tree that keys do not name."""
+        weights = prompt = None
         if not self.off_here and not self.keys.suspended:
             weights = self.keys.weights_digest(req)
-        prompt = None
-        if (record := self.record(req)) is not None:
-            prompt = record.key_chain.prefix_digest(record.tokens)
-        elif self.store_detached and (key_chain := self.keys.chain(req)) is not None:
-            prompt = key_chain.prefix_digest(req.origin_input_ids)  # no request has a record
+        if weights is not None and not self.keys.has_foreign_kv(req):
+            record = self.record(req)  # none: the store was detached when it came, or cake failed
+            key_chain = record.key_chain if record else self.keys.chain(req, counted=False)
+            prompt = self.keys.prompt_digest(req, req.origin_input_ids, key_chain)
         return (weights or bytes(32))[:SENT_WEIGHTS] + (prompt or bytes(32))
 
     def save_answer(self, req: "Req", prompt_digest: bytes) -> None:
@@ -339,7 +337,7 @@ class Coordinator:
                 self._counters.add("unnamed_requests")
             self._received_other_kv(req)
         else:
-            own = bytes(32) if key_chain is None else key_chain.prefix_digest(tokens)
+            own = self.keys.prompt_digest(req, tokens, key_chain)
             same_prompt = own == prompt_digest[SENT_WEIGHTS:]
             stores = same_prompt and not self.store_detached and not self._is_taken(req)
             if key_chain is not None and stores:
@@ -350,8 +348,8 @@ class Coordinator:
         self._received.append((req, same_prompt))
 
     def _keep_out(self, req: "Req") -> None:
-        """The KV of a request is not that of its tokens and media: SGLang's tree does not get it,
-        so no other request goes on from it, and nothing of it is stored."""
+        """The KV of a request may not be that of its tokens and media: SGLang's tree does not get
+        it, so no other request goes on from it, and nothing of it is stored."""
         req.skip_radix_cache_insert = True
         if self.record(req) is not None:
             self.release(req.rid)

@@ -256,11 +256,11 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
         return
     tree = scheduler.tree_cache
     requests = request_source(scheduler)
-    if tree.runahead is not None or _is_sending(scheduler):
+    if tree.runahead is not None:
         time.sleep(_POLL_PAUSE_S)
     elif requests is not None:  # otherwise this rank waits for the one that receives requests
-        # Loads and requests of other ranks do not wake this one.
-        others = not coordinator.alone or scheduler.require_mlp_sync
+        # Loads and requests of other ranks do not wake this one, nor does a decode server.
+        others = not coordinator.alone or scheduler.require_mlp_sync or _is_sending(scheduler)
         tree.service.waker.sleep(requests, 0.0 if others else coordinator.loads_over_in_s)
 
 
