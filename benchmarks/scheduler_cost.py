@@ -86,7 +86,7 @@ class _DeviceSlots:
     block_bytes = 1
     reclaimable_tokens = 0
 
-    def take_bytes(self, record: PromptRecord, block: int, staged: Any) -> bool:
+    def take_bytes(self, record: PromptRecord, block: int, host_block: Any) -> bool:
         return False
 
     def reserve(self, record: PromptRecord, blocks: Any) -> None: ...
@@ -94,10 +94,11 @@ class _DeviceSlots:
     def check_copies(self) -> bool:
         return False
 
-    def stage(self, record: PromptRecord, block: int, staged: Any) -> None:
-        record.memory.staged[block] = staged
+    def stage(self, record: PromptRecord, block: int, host_block: Any) -> None:
+        record.memory.staged[block] = host_block
 
-    def refuse(self, record: PromptRecord, staged: Any, reason: str) -> None: ...
+    def refuse(self, record: PromptRecord, host_block: Any, reason: str) -> None: ...
+    def free(self, slots: torch.Tensor) -> None: ...
 
     def place(self, record: PromptRecord, blocks: Any, *, reclaim_from: Any = ()) -> bool:
         for block in blocks:
