@@ -175,7 +175,9 @@ class _Ways:
         if not is_asked(view, progress.load_from):
             progress = replace(progress, since_s=0.0)
         self._loads = _Loads(view, costs, progress)
-        self._unbroken, self._overlap_s = _overlap_gain(view, self._later, chunk_tokens, costs)
+        unbroken, overlap_s = _overlap_gain(view, self._later, chunk_tokens, costs)
+        self._unbroken = unbroken  # from this border on, a step may begin `_overlap_s` early
+        self._overlap_s = overlap_s
         self._not_stored = _ToCompute(view, self._later, chunk_tokens, costs.prefill)
         self._landed = _attachable(view)
         self._computed = _ToCompute(view, self._landed, chunk_tokens, costs.prefill)
