@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from botocore.exceptions import (
     ConfigParseError,
+    HTTPClientError,
     NoCredentialsError,
     NoRegionError,
     ParamValidationError,
@@ -61,8 +63,9 @@ _MISTAKES = (
     ParamValidationError,
     PartialCredentialsError,
     ProfileNotFound,
-    SSLError,
 )
+# What reading the trusted certificates raises; botocore wraps it.
+_UNUSABLE_CA = (FileNotFoundError, IsADirectoryError, PermissionError, ssl.SSLError)
 
 
 class S3Store(Store):
@@ -290,8 +293,16 @@ class S3Source:
             if error.status in (400, 401, 403):
                 said = one_line(error.code)
                 return f"{which}: {said}; check the credentials, their policy, and the region"
-        if isinstance(error.__cause__, _MISTAKES):
-            return f"{which}: {one_line(error.__cause__)}"
+        failure = error.__cause__
+        raw = failure.kwargs.get("error") if isinstance(failure, HTTPClientError) else None
+        if isinstance(failure, SSLError) or isinstance(raw, _UNUSABLE_CA):
+            return (
+                f"{which}: {one_line(failure)}; it needs a certificate that is valid now, "
+                "for this host, and from a CA of this machine or of the file that the environment "
+                "variable AWS_CA_BUNDLE names"
+            )
+        if isinstance(failure, _MISTAKES):
+            return f"{which}: {one_line(failure)}"
         return ""
 
     async def _fields(self, bucket: S3Bucket, name: str) -> dict[str, str]:

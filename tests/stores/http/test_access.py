@@ -143,6 +143,27 @@ def test_http_source_check_of_a_refused_certificate_says_what_to_set(
     )
 
 
+def test_s3_source_check_of_a_refused_certificate_says_what_to_set(tmp_path, home, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "anything")
+    cert, key = make_certificate(tmp_path)
+    with ServerInProcess(tmp_path / "root", tls=(cert, key)) as server:
+        url = f"s3://bucket?endpoint=https://127.0.0.1:{server.port}&region=us-east-1"
+        with pytest.raises(ConfigError) as error:
+            parse_sources(url)[0].check()
+        assert "self-signed certificate" in str(error.value)
+        assert "\n" not in str(error.value)
+        assert "AWS_CA_BUNDLE" in str(error.value)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(cert))
+        with pytest.raises(ConfigError) as error:
+            parse_sources(url)[0].check()
+        assert "ertificate" not in str(error.value)  # our server refuses the request itself
+    for unusable in (tmp_path / "absent", tmp_path, key):
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(unusable))
+        with pytest.raises(ConfigError, match="AWS_CA_BUNDLE names"):
+            parse_sources(url)[0].check()
+
+
 def test_store_serve_prints_a_url_that_clients_can_use(tmp_path, home):
     with OurServer(tmp_path / "root", "--token-file", write_token(tmp_path)) as server:
         line = server.prints.readline()
