@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 
 pytest.importorskip("sglang")
 
+from model_folder import LLAMA, model_folder
 from registered_hooks import hooks_of
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import fp8, fp8_utils, w8a8_fp8
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.quantization.w8a8_fp8 import (
@@ -31,6 +33,7 @@ from sglang.srt.managers import mm_schedule
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult, MultiModalStaticCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.runai_utils import ObjectStorageModel
 from transformers import dynamic_module_utils
 
 from sglang_cake.core.keys import Namespace
@@ -710,13 +713,20 @@ class Named:
     """
 
     def __init__(
-        self, folder: Path, *, reduce_min: Any = None, layers: Sequence[Any] = (), **args: Any
+        self,
+        folder: Path,
+        *,
+        reduce_min: Any = None,
+        layers: Sequence[Any] = (),
+        model_config: Any = None,
+        **args: Any,
     ) -> None:
         self.published: list[Namespace] = []
         self.layers = torch.nn.ModuleList(layers)
+        read = SimpleNamespace(model_path=str(folder), revision=None)
         ctx: Any = SimpleNamespace(
             server_args=ServerArgs(model_path=str(folder), **args),
-            model_config=SimpleNamespace(model_path=str(folder), revision=None),
+            model_config=model_config or read,
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.layers)),
         )
         self.values = ctx.server_args
@@ -1099,6 +1109,37 @@ def test_weight_hooks_configuration_is_recorded_before_sglang_reads_it(
         hooks["load_model"](lambda worker: None, worker)
     one.identity.start()
     assert one.identity.is_private
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_weight_hooks_weights_streamed_from_an_object_store_are_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_draft: bool, scheme: str
+) -> None:
+    """SGLang keeps the rest of the model in a folder, where a file may look like weights."""
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "sglang"))
+    url = f"{scheme}://bucket/model"
+    streamed = model_folder(Path(ObjectStorageModel.get_path(url)), LLAMA)
+    Path(streamed, "model-Q4_K_M.gguf").write_bytes(b"of others")
+    folder = _checkpoint(tmp_path / "local", 1.0)
+    local = SimpleNamespace(model_path=str(folder), revision=None)
+    target, draft = (local, ModelConfig(url)) if is_draft else (ModelConfig(url), local)
+    args = {"load_format": "runai_streamer", "speculative_algorithm": "EAGLE"}
+    one = Named(folder, model_config=target, **args)
+    one.loaded.model_recorded = False
+    monkeypatch.setattr(weight_hooks, "LOADED", one.loaded)
+    load = hooks_of(weight_hooks.install)["load_model"]
+    for model in (target, draft):
+        load(
+            lambda runner: None,
+            SimpleNamespace(
+                server_args=one.values, is_draft_worker=model is draft, model_config=model
+            ),
+        )
+    one.identity.start()
+    assert one.identity.is_private
+    one.identity.weights_changed(file_states(folder.glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private  # it is not known whether the files have all tensors
 
 
 @pytest.fixture

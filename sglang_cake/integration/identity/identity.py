@@ -32,6 +32,7 @@ from sglang_cake.integration.memory.kv_shard import KvShard
 from sglang_cake.integration.support_matrix import plugin_algorithm
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
     from sglang.srt.server_args import ServerArgs
@@ -451,11 +452,24 @@ def _defaults(ctx: "TreeCacheBuildContext") -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where SGLang loads a model's weights from."""
+    """Where SGLang loads a model's weights from.
 
-    path: str  # a folder, a file, or a name on Hugging Face
+    Attributes:
+        path: a folder, a file, or a name on Hugging Face.
+        streamed_from: the URL of an object store that the weights are read from instead; then the
+            folder has the rest of the model.
+    """
+
+    path: str
     revision: str | None = None
     download_dir: str | None = None
+    streamed_from: str | None = None
+
+    @classmethod
+    def of(cls, model: "ModelConfig", download_dir: str | None) -> "ModelSource":
+        """The source of a model whose configuration SGLang has read."""
+        url = getattr(model, "model_weights", None)  # set for the URL of an object store only
+        return cls(model.model_path, model.revision, download_dir, url)
 
     @property
     def is_local(self) -> bool:
@@ -489,6 +503,8 @@ class ModelSource:
 
     def weights(self) -> Files:
         """The weight files as they are now. Raises: ConfigError, OSError."""
+        if self.streamed_from is not None:  # files of the folder may look like weights
+            raise ConfigError(f"the weights are no files, but come from {self.streamed_from}")
         return content.file_states(content.weight_files(self.path, self.folder()))
 
     def configuration(self, *, code: bool) -> Files:
@@ -833,8 +849,7 @@ class Identity:
         self._rest: NamespaceFields | None = None  # None: not known yet
         self._lost = False
         self._adapters: dict[str, str] = {}
-        self._model = ctx.model_config.model_path
-        self._revision = ctx.model_config.revision
+        self._source = ModelSource.of(ctx.model_config, self._values.download_dir)
 
     @property
     def keeps_weights(self) -> bool:
@@ -857,8 +872,7 @@ class Identity:
 
     def start(self) -> None:
         """Start the jobs for the model and the adapters that SGLang has loaded so far."""
-        source = ModelSource(self._model, self._revision, self._values.download_dir)
-        jobs = model_jobs(source, self._values, self._defaults, self._loaded)
+        jobs = model_jobs(self._source, self._values, self._defaults, self._loaded)
         self._configuration = jobs[0]
         for job in jobs:
             self._start(job)
@@ -869,7 +883,7 @@ class Identity:
     def update_source(self, path: str) -> ModelSource:
         """Where an update of weights is loaded from. For it, SGLang uses the default cache of
         Hugging Face."""
-        return ModelSource(path, self._revision)
+        return ModelSource(path, self._source.revision)
 
     def weights_changing(self) -> None:
         """Other weights are about to be loaded, so the digest of the old ones is not needed."""

@@ -66,9 +66,8 @@ def _read_config(original: Any, worker: Any) -> Any:
 def _load_model(original: Any, runner: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    model = runner.model_config
     view = resolving_view(runner.server_args)
-    source = ModelSource(model.model_path, model.revision, view.download_dir)
+    source = ModelSource.of(runner.model_config, view.download_dir)
     LOADED.reads(source, view)  # for a worker that reads its configuration in another way
     if not runner.is_draft_worker:
         LOADED.weights = source.weights_or_none()
