@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPoo
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_cake import __version__
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import HostArena, available_bytes
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
@@ -222,6 +223,10 @@ class CakeService:
             trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
         self._sources = self._parsed(config.store)  # sources of the store that is set
+        alone = parallel.attn_tp_size == 1
+        reducer = None if alone else partial(reduce_min, tree)
+        self._consensus = RankConsensus(reducer)
+        self._consensus.check_settings(config, tiers=len(self._sources), version=__version__)
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
         staging, write_queue = host_pools(
@@ -246,7 +251,6 @@ class CakeService:
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
         # A rank that gave up a late copy alone would compute another step than the others.
-        alone = parallel.attn_tp_size == 1
         patience_s = PATIENCE_S if alone else None
         self.copier = CopyThread(
             self.kv,
@@ -269,8 +273,6 @@ class CakeService:
             self.counters,
             ends,
         )
-        reducer = None if alone else partial(reduce_min, tree)
-        self._consensus = RankConsensus(reducer)
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self.on_known)
         self.coordinator = Coordinator(
             self.loader,

@@ -4,13 +4,20 @@ import copy
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_pools import record_of
 
+from sglang_cake.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus, SharedCosts, Vote
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
@@ -36,6 +43,27 @@ def reduced(
         tensor.copy_(least)
 
     return [action(RankConsensus(reduce_min), rank) for rank in range(len(ranks))]
+
+
+def checked_settings(*ranks: tuple[CakeConfig, int, str]) -> list[str]:
+    """What each rank with these settings, tiers and version raises, or "". The reductions are those
+    of a real group."""
+    store = dist.HashStore()
+
+    def check(rank: int) -> str:
+        group = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=60))
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        consensus = RankConsensus(lambda tensor: group.allreduce([tensor], options).wait())
+        config, tiers, version = ranks[rank]
+        try:
+            consensus.check_settings(config, tiers=tiers, version=version)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(check, range(len(ranks))))
 
 
 def vote(ranks: list[list[PromptRecord]]) -> list[Vote]:
@@ -334,3 +362,60 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
     assert agreed == agreed_among == shared
     for field in ("stored", "fetched", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field
+
+
+@pytest.mark.parametrize(
+    ("other", "tiers", "told"),
+    [
+        ({"block_tokens": 256}, 1, ["--cake-block-tokens 128", "--cake-block-tokens 256"]),
+        ({"mode": "load"}, 1, ["--cake-mode auto", "--cake-mode load"]),
+        (
+            {"min_load_tokens": 0, "priority": "fcfs"},
+            1,
+            [
+                "--cake-min-load-tokens 256, --cake-priority adaptive",
+                "--cake-min-load-tokens 0, --cake-priority fcfs",
+            ],
+        ),
+        ({}, 2, ["number of tiers 1", "number of tiers 2"]),
+    ],
+)
+def test_rank_consensus_different_settings_are_one_error_on_all_ranks(
+    other: dict[str, Any], tiers: int, told: list[str]
+) -> None:
+    """Else ranks reduce different lists, or decide differently and wait for each other."""
+    config = CakeConfig(block_tokens=128)
+    most = (config, 1, "0.2.0")
+    errors = checked_settings(most, most, (replace(config, **other), tiers, "0.2.0"))
+    assert errors == [
+        f"the machines of this server have different settings, here {each}: "
+        "set the same on all of them"
+        for each in (told[0], told[0], told[1])
+    ]
+
+
+def test_rank_consensus_different_versions_are_one_error_on_all_ranks() -> None:
+    """Even with the same settings, of which another version may have more."""
+    errors = checked_settings((CakeConfig(), 1, "0.2.0"), (CakeConfig(), 1, "0.3.0"))
+    assert errors == [
+        f"the machines of this server have different versions of sglang_cake, here {version}: "
+        "install the same version on all of them"
+        for version in ("0.2.0", "0.3.0")
+    ]
+
+
+def test_rank_consensus_settings_of_a_machine_may_differ() -> None:
+    own = CakeConfig(
+        store="file:///other/nvme",
+        eviction_policy="lru",
+        record_trace="requests.jsonl",
+        trace_file="events.jsonl",
+        staging_bytes=1 << 30,
+        write_queue_bytes=1 << 30,
+        queue_depth=8,
+    )
+    assert checked_settings((CakeConfig(), 1, "0.2.0"), (own, 1, "0.2.0")) == ["", ""]
+
+
+def test_rank_consensus_single_rank_has_no_settings_to_compare() -> None:
+    RankConsensus(None).check_settings(CakeConfig(), tiers=1, version="0.2.0")

@@ -17,6 +17,7 @@ views of all ranks together:
 Decisions on the result are deterministic, so the ranks stay alike.
 """
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_cake.config import NAMES, CakeConfig, as_flag
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
@@ -32,6 +35,18 @@ from sglang_cake.loading.meet import BlockState
 _HEAD = 4  # numbers of a request before those of its blocks
 _NO_RECORD = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
+
+# Settings that no decision depends on, so that each machine may have its own: addresses, folders,
+# files, and sizes of host memory. Of the stores, the number of tiers must be the same.
+_OF_A_MACHINE = {
+    "eviction_policy",
+    "queue_depth",
+    "record_trace",
+    "staging_bytes",
+    "store",
+    "trace_file",
+    "write_queue_bytes",
+}
 
 
 class SharedCosts(NamedTuple):
@@ -100,6 +115,44 @@ class RankConsensus:
         tensor = torch.tensor(here, dtype=torch.float64)
         self._reduce_min(tensor)
         return [bool(number) for number in tensor.tolist()]
+
+    def same(self, texts: Sequence[str]) -> list[bool]:
+        """For each text, whether all ranks have the same one. Equally many on each rank."""
+        if self._reduce_min is None:
+            return [True] * len(texts)
+        # Six bytes: a float64 has every bit of them.
+        own = [int.from_bytes(hashlib.sha256(each.encode()).digest()[:6], "big") for each in texts]
+        tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
+        self._reduce_min(tensor)
+        least, most = tensor.view(2, -1).tolist()
+        return [low == -high for low, high in zip(least, most, strict=True)]
+
+    def check_settings(self, config: CakeConfig, *, tiers: int, version: str) -> None:
+        """Each machine of a server reads settings of its own. Every rank must call this before it
+        reduces anything else.
+
+        Args:
+            tiers: of the store.
+            version: of this package.
+
+        Raises: ConfigError, on all ranks, if the versions differ, or settings that decisions
+            depend on.
+        """
+        # Versions by themselves: another version may have another number of settings.
+        if not self.same([version])[0]:
+            raise ConfigError(
+                f"the machines of this server have different versions of sglang_cake, here "
+                f"{version}: install the same version on all of them"
+            )
+        shared = [name for name in NAMES if name not in _OF_A_MACHINE]
+        texts = [f"{as_flag(name)} {getattr(config, name)}" for name in shared]
+        texts.append(f"number of tiers {tiers}")
+        found = zip(texts, self.same(texts), strict=True)
+        if different := [text for text, is_same in found if not is_same]:
+            raise ConfigError(
+                "the machines of this server have different settings, here "
+                f"{', '.join(different)}: set the same on all of them"
+            )
 
     def vote(self, records: Sequence[PromptRecord | None], *, failed: bool, evicts: bool) -> Vote:
         """Keep ranks whose records differ from reducing different lists.
