@@ -110,7 +110,7 @@ def setting_faults(record: ServerArgs, config: CakeConfig) -> list[str]:
 def config_file(record: ServerArgs) -> Path | None:
     """The `config.json` of the model; None if this machine does not have it."""
     try:
-        source = ModelSource(record.model_path, record.revision, record.download_dir)
+        source = ModelSource(record.model_path, record.revision)  # not in `--download-dir`
         file = source.folder() / "config.json"
         return file if file.is_file() else None
     except (ConfigError, OSError):  # OSError: a folder that may not be entered

@@ -119,16 +119,20 @@ def test_config_file_path_that_the_system_refuses_is_none() -> None:
     assert config_file(ServerArgs(model_path="a" * 5000)) is None
 
 
-def test_config_file_of_a_model_in_the_download_folder_is_found(tmp_path: Path) -> None:
+def test_config_file_of_a_model_on_hugging_face_is_that_of_the_default_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang downloads only weights to `--download-dir`."""
     commit, repo = "0" * 40, tmp_path / "models--some--model"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(commit)
     file = repo / "snapshots" / commit / "config.json"
     file.parent.mkdir(parents=True)
     file.write_text("{}")
-    record = ServerArgs(model_path="some/model", download_dir=str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    record = ServerArgs(model_path="some/model", download_dir=str(tmp_path / "weights"))
     assert config_file(record) == file
-    assert config_file(ServerArgs(model_path="some/model")) is None
+    assert config_file(ServerArgs(model_path="another/model", download_dir=str(tmp_path))) is None
 
 
 def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:

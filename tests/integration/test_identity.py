@@ -731,7 +731,7 @@ class Named:
         )
         self.values = ctx.server_args
         self.loaded = LoadedFiles(True)
-        source = ModelSource(str(folder))
+        source = ModelSource.of(ctx.model_config, self.values.download_dir)
         self.loaded.reads(source, self.values)
         self.loaded.weights = source.weights_or_none()
         self.identity = Identity(
@@ -833,6 +833,32 @@ def test_identity_files_that_the_load_downloads_are_named(
         one.identity.start()
         found.append(one.identity.is_private)
     assert found == [False, True]
+
+
+def test_identity_configuration_of_the_default_cache_counts_beside_a_download_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang reads config.json from there, and the weights from `--download-dir`."""
+    for place in ("default", "weights"):
+        repo = tmp_path / place / "models--some--model"
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text("0" * 40)
+    config = tmp_path / "default" / "models--some--model" / "snapshots" / ("0" * 40) / "config.json"
+    config.parent.mkdir(parents=True)
+    _checkpoint(repo / "snapshots" / ("0" * 40), 1.0, config=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "default"))
+    found = []
+    for text in ("{}", '{"rope_theta": 7}', "{}"):
+        config.write_text(text)
+        one = Named(Path("some/model"), download_dir=str(tmp_path / "weights"))
+        one.identity.start()
+        assert not one.identity.is_private
+        found.append(one.digest)
+    assert found[0] == found[2] != found[1]
+    one = Named(Path("some/model"), download_dir=str(tmp_path / "weights"))
+    config.write_text("{} ")
+    one.identity.start()
+    assert one.identity.is_private  # it changed while the weights were loaded
 
 
 def test_identity_load_that_was_not_observed_is_private(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -472,6 +472,14 @@ class ModelSource:
         return cls(model.model_path, model.revision, download_dir, url)
 
     @property
+    def config_places(self) -> tuple["ModelSource", ...]:
+        """Where SGLang reads the model's configuration. `--download-dir` is for weights, and for
+        what describes their quantisation: the rest is in the default cache of Hugging Face."""
+        if self.download_dir is None or self.is_local:
+            return (self,)
+        return replace(self, download_dir=None), self
+
+    @property
     def is_local(self) -> bool:
         """Whether the files are there before the model is loaded."""
         return Path(self.path).exists()
@@ -557,8 +565,8 @@ class LoadedFiles:
     Attributes:
         model_recorded: whether the load of the model was observed.
         weights: the weight files before the load; None if the load had to download them.
-        configs: the files of a model's configuration before SGLang read them; None if it had to
-            download them.
+        configs: by `config_places`, the files of a model's configuration before SGLang read them;
+            None if it had to download them.
         beside: the files of `kv_settings.content_paths` at the same time; None if they cannot be
             read.
         drafts: models that propose tokens with KV of their own, in the order of their loads.
@@ -577,12 +585,14 @@ class LoadedFiles:
     def reads(self, source: ModelSource, values: "ServerArgs") -> None:
         """SGLang is about to read the configuration of a model, or has the record of an earlier
         read already, which stays."""
-        if source not in self.configs:
+        for place in source.config_places:
+            if place in self.configs:
+                continue
             try:
-                found = source.configuration(code=bool(values.trust_remote_code))
+                found = place.configuration(code=bool(values.trust_remote_code))
             except (ConfigError, OSError):
                 found = None
-            self.configs[source] = found
+            self.configs[place] = found
         if self.beside is None:
             with contextlib.suppress(OSError):
                 self.beside = _files_beside(values)
@@ -716,7 +726,7 @@ def model_jobs(
         defaults: the defaults of all server arguments.
     """
     weights = Files()
-    configs = Files()
+    configs: list[Files] = []
     beside: list[Files] = []
     drafts: list[Files] = []
     private = kv_settings.private_reason(values, defaults)
@@ -733,7 +743,7 @@ def model_jobs(
             found = draft.source.weights()
             if draft.source.is_changed(draft.weights, found):
                 private = private or "files of the draft model changed while they were loaded"
-            drafts += [found, _configuration(draft.source, values, loaded)]
+            drafts += [found, *_configuration(draft.source, values, loaded)]
     except (ConfigError, ContentChanged, OSError) as error:
         unreadable = str(error)
     if private is not None:
@@ -746,7 +756,7 @@ def model_jobs(
         if unreadable is not None:
             raise ConfigError(unreadable)
         job.tensors = content.tensor_names(weights)
-        fields = {"config": content_digest(configs, job.cancelled)}
+        fields = {"config": " ".join(content_digest(each, job.cancelled) for each in configs)}
         if beside:
             fields["beside"] = " ".join(content_digest(each, job.cancelled) for each in beside)
         if drafts:
@@ -760,7 +770,7 @@ def model_jobs(
             return None
         return {"weights": content_digest(weights, job.cancelled)}
 
-    others = sum(map(content.unhashed_bytes, [configs, *beside, *drafts]))
+    others = sum(map(content.unhashed_bytes, [*configs, *beside, *drafts]))
     weights_bytes = 0 if private is not None else content.unhashed_bytes(weights)
     return (
         DigestJob(CONFIGURATION, compute, others),
@@ -768,13 +778,16 @@ def model_jobs(
     )
 
 
-def _configuration(source: ModelSource, values: "ServerArgs", loaded: LoadedFiles) -> Files:
-    """The files of the configuration that SGLang has read. Raises: ContentChanged if they are
-    others now; ConfigError, OSError."""
-    files = source.configuration(code=bool(values.trust_remote_code))
-    if source.is_changed(loaded.configs.get(source), files):
-        raise ContentChanged(f"the configuration in {source.path} changed while it was loaded")
-    return files
+def _configuration(source: ModelSource, values: "ServerArgs", loaded: LoadedFiles) -> list[Files]:
+    """The files of the configuration that SGLang has read, by place. Raises: ContentChanged if they
+    are others now; ConfigError, OSError."""
+    found = []
+    for place in source.config_places:
+        files = place.configuration(code=bool(values.trust_remote_code))
+        if place.is_changed(loaded.configs.get(place), files):
+            raise ContentChanged(f"the configuration in {source.path} changed while it was loaded")
+        found.append(files)
+    return found
 
 
 def update_job(files: Files | None, complete: frozenset[str] | None) -> DigestJob:
