@@ -77,6 +77,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreSource, StoreStats
 from sglang_cake.stores.encoded import may_lose
+from sglang_cake.stores.file.block_files import this_boot
 from sglang_cake.stores.open_store import depths_of, open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RequestTraceFile
 from sglang_cake.stores.url import redacted
@@ -183,7 +184,14 @@ class CakeService:
         seen = dict.fromkeys(draft.states for draft in models)
         states = [each for each in seen if each not in (None, own)]
         drafts = DraftPools.of(pools, pool, states=states)
-        shard = shard_of(ctx, pools)
+        parallel = get_parallel()
+        alone = parallel.attn_tp_size == 1
+        reducer = None if alone else partial(reduce_min, tree)
+        self._consensus = RankConsensus(reducer)
+        machines = self._consensus.gathered(
+            _machine(ctx), parallel.attn_tp_rank, parallel.attn_tp_size
+        )
+        shard = shard_of(ctx, machines, pools)
         self._groups = shard.head_groups(config.head_groups)
         slices = 1 if self._groups is None else len(self._groups)
         self.kv = device_kv(
@@ -210,7 +218,6 @@ class CakeService:
             end_states=None if ends is None else ends.describe(),
             drafts=models,
         )
-        parallel = get_parallel()
         writes = parallel.attn_tp_rank == 0  # for the ranks that have the same requests
         tenant_key()  # read now, and not by the first request that has a salt
         labels = scheduler_labels(ctx)
@@ -223,9 +230,6 @@ class CakeService:
             trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
         self._sources = self._parsed(config.store)  # sources of the store that is set
-        alone = parallel.attn_tp_size == 1
-        reducer = None if alone else partial(reduce_min, tree)
-        self._consensus = RankConsensus(reducer)
         self._consensus.check_settings(config, tiers=len(self._sources), version=__version__)
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
@@ -609,28 +613,36 @@ def device_kv(
     return kv
 
 
-def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvShard:
+def shard_of(
+    ctx: "TreeCacheBuildContext", machines: Sequence[float], drafts: Sequence[object] = ()
+) -> KvShard:
     """The shard of this process, with the pools of draft models that it has.
 
     MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
     are the same on all of them. So are the compressed KV, the index, the windows and the sums of
     DeepSeek V4. SGLang's HiCache stores both once for the same reason. In a hybrid of MLA and
     recurrent layers, ranks divide the states alone.
+
+    Args: machines: as for `KvShard.of_rank`.
     """
-    parallel = get_parallel()
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    machines = resolving_view(ctx.server_args).nnodes
     has_own_states = isinstance(pool, HybridLinearKVPool)
     pool = pool.full_kv_pool if has_own_states else pool
     return KvShard.of_rank(
-        parallel.attn_tp_rank,
-        parallel.attn_tp_size,
+        get_parallel().attn_tp_rank,
+        machines,
         replicated=all(
             isinstance(each, MLATokenToKVPool) or is_compressed(each) for each in (pool, *drafts)
         ),
-        machine_ranks=max(1, ctx.tp_size // machines),
         has_own_states=has_own_states,
     )
+
+
+def _machine(ctx: "TreeCacheBuildContext") -> str:
+    """Names what has folders of its own: a node of `--nnodes`, a container, or a machine of Ray,
+    which may place the ranks of one node on several."""
+    node: int = resolving_view(ctx.server_args).node_rank
+    return f"{node} {platform.node()} {this_boot()}"
 
 
 def machine_schedulers(ctx: "TreeCacheBuildContext") -> int:

@@ -409,7 +409,7 @@ def test_end_saving_ranks_with_the_same_kv_store_each_end_once() -> None:
 def test_end_saving_ranks_that_divide_states_store_each_end_of_their_own() -> None:
     blocks, stored = 3 * END_SPACING * COUNT, []
     for rank in range(2):
-        shard = KvShard.of_rank(rank, 2, replicated=True, machine_ranks=2, has_own_states=True)
+        shard = KvShard.of_rank(rank, [0, 0], replicated=True, has_own_states=True)
         with EndHarness(shard) as harness:
             record = known(blocks)
             harness.tell(record, (blocks - 1) * BLOCK)

@@ -15,44 +15,37 @@ from sglang_cake.integration import build
 from sglang_cake.integration.build import machine_schedulers, shard_of
 from sglang_cake.integration.memory.kv_shard import KvShard
 
-
-def of_rank(rank: int, size: int, machine_ranks: int) -> KvShard:
-    """Of a rank of consecutive groups that hold the same KV."""
-    return KvShard.of_rank(rank % size, size, replicated=True, machine_ranks=machine_ranks)
+SAME: list[float] = [0] * 4
+MACHINES = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
-@given(size=st.integers(1, 12), machine_ranks=st.integers(1, 12), block=st.integers(0, 99))
-def test_kv_shard_replicated_block_is_stored_on_each_machine_of_the_group(
-    size: int, machine_ranks: int, block: int
+@given(machines=MACHINES, block=st.integers(0, 99))
+def test_kv_shard_replicated_block_is_stored_once_on_each_machine_of_the_group(
+    machines: list[float], block: int
 ) -> None:
-    machines = range(size)  # as many groups as fill them, from their first rank
-    for machine in machines:
-        ranks = range(machine * machine_ranks, (machine + 1) * machine_ranks)
-        for group in {rank // size for rank in ranks}:
-            members = [rank for rank in ranks if rank // size == group]
-            stored = sum(of_rank(rank, size, machine_ranks).stores(block) for rank in members)
-            assert stored >= 1
-            if size % machine_ranks == 0 or machine_ranks % size == 0:
-                assert stored == 1
+    """Also where ranks of two machines take turns, as Ray may place them."""
+    shards = [KvShard.of_rank(n, machines, replicated=True) for n in range(len(machines))]
+    stored = [where for where, shard in zip(machines, shards, strict=True) if shard.stores(block)]
+    assert sorted(stored) == sorted(set(machines))
 
 
-@given(size=st.integers(1, 12), machine_ranks=st.integers(1, 12))
+@given(machines=MACHINES)
 def test_kv_shard_replicated_ranks_of_any_group_size_have_one_namespace(
-    size: int, machine_ranks: int
+    machines: list[float],
 ) -> None:
-    shards = [of_rank(rank, size, machine_ranks) for rank in range(size)]
+    shards = [KvShard.of_rank(n, machines, replicated=True) for n in range(len(machines))]
     assert {(shard.index, shard.count) for shard in shards} == {(0, 1)}
 
 
 def test_kv_shard_rank_with_heads_of_its_own_stores_all_of_its_blocks() -> None:
-    shard = KvShard.of_rank(3, 8, replicated=False, machine_ranks=8)
+    shard = KvShard.of_rank(3, [0] * 8, replicated=False)
     assert (shard.index, shard.count) == (3, 8)
     assert all(shard.stores(block) for block in range(100))
 
 
 @given(groups=st.integers(1, 64), size=st.integers(1, 64))
 def test_kv_shard_head_groups_are_divided_among_the_ranks_in_order(groups: int, size: int) -> None:
-    shards = [KvShard.of_rank(n, size, replicated=False, machine_ranks=size) for n in range(size)]
+    shards = [KvShard.of_rank(n, [0] * size, replicated=False) for n in range(size)]
     if groups % size:
         with pytest.raises(ConfigError, match=f"set {size}, or a multiple") as refused:
             shards[0].head_groups(groups)
@@ -64,7 +57,7 @@ def test_kv_shard_head_groups_are_divided_among_the_ranks_in_order(groups: int, 
 
 
 def test_kv_shard_of_all_heads_has_no_head_groups() -> None:
-    shard = KvShard.of_rank(1, 2, replicated=True, machine_ranks=2)
+    shard = KvShard.of_rank(1, [0, 0], replicated=True)
     assert shard.head_groups(4) is None
     assert shard.head_groups(3) is None
 
@@ -77,47 +70,38 @@ def compressed(slots: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("pool", "drafts", "nnodes", "expected"),
+    ("pool", "drafts", "machines", "expected"),
     [
-        (mha, [], 1, KvShard(3, 4)),
-        (hybrid, [], 1, KvShard(3, 4)),
+        (mha, [], SAME, KvShard(3, 4)),
+        (hybrid, [], SAME, KvShard(3, 4)),
         (  # ranks divide its states
             latent_hybrid,
             [],
-            1,
+            SAME,
             KvShard(holder=3, holders=4, has_all_heads=True, end_rank=(3, 4)),
         ),
-        (latent_hybrid, [mha], 1, KvShard(3, 4)),
-        (mla, [], 1, KvShard(holder=3, holders=4, has_all_heads=True)),
-        (mla, [mla], 1, KvShard(holder=3, holders=4, has_all_heads=True)),
-        (compressed, [], 1, KvShard(holder=3, holders=4, has_all_heads=True)),
-        (mla, [mha], 1, KvShard(3, 4)),  # each rank has heads of the draft model
-        (
-            mla,
-            [],
-            4,
-            KvShard(holder=1, holders=2, has_all_heads=True),
-        ),  # of 8 ranks, two on each machine
-        (mla, [], 16, KvShard(has_all_heads=True)),  # data-parallel workers on further machines
+        (latent_hybrid, [mha], SAME, KvShard(3, 4)),
+        (mla, [], SAME, KvShard(holder=3, holders=4, has_all_heads=True)),
+        (mla, [mla], SAME, KvShard(holder=3, holders=4, has_all_heads=True)),
+        (compressed, [], SAME, KvShard(holder=3, holders=4, has_all_heads=True)),
+        (mla, [mha], SAME, KvShard(3, 4)),  # each rank has heads of the draft model
+        (mla, [], [0, 0, 1, 1], KvShard(holder=1, holders=2, has_all_heads=True)),
+        (mla, [], [0, 1, 2, 3], KvShard(has_all_heads=True)),
     ],
 )
 def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
     pool: Any,
     drafts: list[Any],
-    nnodes: int,
+    machines: list[float],
     expected: KvShard,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of two attention groups of four ranks."""
-    parallel = SimpleNamespace(attn_tp_rank=3, attn_tp_size=4)
+    """The last of four ranks of an attention group."""
+    parallel = SimpleNamespace(attn_tp_rank=3)
     monkeypatch.setattr(build, "get_parallel", lambda: parallel)
     allocator = SimpleNamespace(get_kvcache=lambda: pool(4))
-    ctx: Any = SimpleNamespace(
-        server_args=ServerArgs(model_path="m", nnodes=nnodes),
-        params=SimpleNamespace(token_to_kv_pool_allocator=allocator),
-        tp_size=8,
-    )
-    assert shard_of(ctx, [draft(4) for draft in drafts]) == expected
+    ctx: Any = SimpleNamespace(params=SimpleNamespace(token_to_kv_pool_allocator=allocator))
+    assert shard_of(ctx, machines, [draft(4) for draft in drafts]) == expected
 
 
 @pytest.mark.parametrize(

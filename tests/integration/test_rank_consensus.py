@@ -45,16 +45,25 @@ def reduced(
     return [action(RankConsensus(reduce_min), rank) for rank in range(len(ranks))]
 
 
-def checked_settings(*ranks: tuple[CakeConfig, int, str]) -> list[str]:
-    """What each rank with these settings, tiers and version raises, or "". The reductions are those
-    of a real group."""
+def on_gloo(action: Callable[[RankConsensus, int], Any], ranks: int) -> list[Any]:
+    """The result of each rank. The reductions are those of a real group."""
     store = dist.HashStore()
 
-    def check(rank: int) -> str:
-        group = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=60))
+    def run(rank: int) -> Any:
+        group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=60))
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         consensus = RankConsensus(lambda tensor: group.allreduce([tensor], options).wait())
+        return action(consensus, rank)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(run, range(ranks)))
+
+
+def checked_settings(*ranks: tuple[CakeConfig, int, str]) -> list[str]:
+    """What each rank with these settings, tiers and version raises, or ""."""
+
+    def check(consensus: RankConsensus, rank: int) -> str:
         config, tiers, version = ranks[rank]
         try:
             consensus.check_settings(config, tiers=tiers, version=version)
@@ -62,8 +71,7 @@ def checked_settings(*ranks: tuple[CakeConfig, int, str]) -> list[str]:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(check, range(len(ranks))))
+    return on_gloo(check, len(ranks))
 
 
 def vote(ranks: list[list[PromptRecord]]) -> list[Vote]:
@@ -419,3 +427,11 @@ def test_rank_consensus_settings_of_a_machine_may_differ() -> None:
 
 def test_rank_consensus_single_rank_has_no_settings_to_compare() -> None:
     RankConsensus(None).check_settings(CakeConfig(), tiers=1, version="0.2.0")
+
+
+def test_rank_consensus_gathered_numbers_are_equal_for_equal_texts() -> None:
+    texts = ["machine a", "machine b", "machine a"]
+    first, *others = on_gloo(lambda one, rank: one.gathered(texts[rank], rank, 3), 3)
+    assert others == [first] * 2
+    assert first[0] == first[2] != first[1]
+    assert RankConsensus(None).gathered("machine a", 0, 1) == first[:1]

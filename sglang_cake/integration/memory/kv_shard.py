@@ -1,6 +1,6 @@
 """Which part of a model's KV a tensor-parallel rank holds, and which of its blocks it stores."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_cake.core.errors import ConfigError
@@ -32,25 +32,24 @@ class KvShard:
     def of_rank(
         cls,
         rank: int,
-        size: int,
+        machines: Sequence[float],
         *,
         replicated: bool,
-        machine_ranks: int,
         has_own_states: bool = False,
     ) -> "KvShard":
         """
         Args:
-            rank, size: within the group that shares the attention of a request.
+            rank: within the group that shares the attention of a request.
+            machines: a number of each rank's machine, for all ranks of that group.
             replicated: all ranks of the group hold the same KV; else each holds its own heads.
-            machine_ranks: consecutive tensor-parallel ranks on one machine.
             has_own_states: the ranks divide recurrent states by heads.
         """
+        size = len(machines)
         if not replicated:
             return cls(rank, size)
-        # A run of so many ranks is in one group, on one machine.
-        holders = math.gcd(size, machine_ranks)
+        here = [each for each in range(size) if machines[each] == machines[rank]]
         end = (rank, size) if has_own_states else (0, 1)
-        return cls(holder=rank % holders, holders=holders, has_all_heads=True, end_rank=end)
+        return cls(holder=here.index(rank), holders=len(here), has_all_heads=True, end_rank=end)
 
     def stores(self, block: int) -> bool:
         """Whether this rank stores a new block for all holders of the shard."""

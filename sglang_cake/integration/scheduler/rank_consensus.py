@@ -120,16 +120,24 @@ class RankConsensus:
         """For each text, whether all ranks have the same one. Equally many on each rank."""
         if self._reduce_min is None:
             return [True] * len(texts)
-        # Six bytes: a float64 has every bit of them.
-        own = [int.from_bytes(hashlib.sha256(each.encode()).digest()[:6], "big") for each in texts]
+        own = [_number(each) for each in texts]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
         return [low == -high for low, high in zip(least, most, strict=True)]
 
+    def gathered(self, text: str, rank: int, ranks: int) -> list[float]:
+        """A number for the text of each rank, the same for equal texts. Args: rank: this one."""
+        tensor = torch.full((ranks,), _NEUTRAL, dtype=torch.float64)
+        tensor[rank] = _number(text)
+        if self._reduce_min is not None:
+            self._reduce_min(tensor)
+        numbers: list[float] = tensor.tolist()
+        return numbers
+
     def check_settings(self, config: CakeConfig, *, tiers: int, version: str) -> None:
         """Each machine of a server reads settings of its own. Every rank must call this before it
-        reduces anything else.
+        reduces anything that depends on them.
 
         Args:
             tiers: of the store.
@@ -214,6 +222,11 @@ class RankConsensus:
             updates.append(_unpack(record, numbers[position : position + size]))
             position += size
         return updates, _unpack_shared(shared, numbers[: len(own)])
+
+
+def _number(text: str) -> int:
+    """Six bytes of a digest: a float64 has every bit of them."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 def _pack_shared(shared: SharedCosts) -> list[float]:
