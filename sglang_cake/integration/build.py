@@ -642,7 +642,7 @@ def _machine(ctx: "TreeCacheBuildContext") -> str:
     """Names what has folders of its own: a node of `--nnodes`, a container, or a machine of Ray,
     which may place the ranks of one node on several."""
     node: int = resolving_view(ctx.server_args).node_rank
-    return f"{node} {platform.node()} {this_boot()}"
+    return " ".join((str(node), platform.node(), this_boot()))
 
 
 def machine_schedulers(ctx: "TreeCacheBuildContext") -> int:
