@@ -29,6 +29,7 @@ from sglang.srt.layers.quantization.w8a8_fp8 import (
     W8A8FP8MoEMethod,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.managers import mm_schedule
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult, MultiModalStaticCache
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -727,7 +728,14 @@ class Named:
         ctx: Any = SimpleNamespace(
             server_args=ServerArgs(model_path=str(folder), **args),
             model_config=model_config or read,
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.layers)),
+            tp_worker=SimpleNamespace(
+                model_runner=SimpleNamespace(
+                    model=self.layers,
+                    lora_manager=SimpleNamespace(
+                        target_modules={"o_proj"}, experts_shared_outer_loras=False
+                    ),
+                )
+            ),
         )
         self.values = ctx.server_args
         self.loaded = LoadedFiles(True)
@@ -1022,6 +1030,33 @@ def test_identity_pushed_adapters_are_all_different(tmp_path: Path) -> None:
     one.identity.start()
     assert None not in (one.identity.adapter("x"), one.identity.adapter("y"))
     assert one.identity.adapter("x") != one.identity.adapter("y")
+
+
+@pytest.mark.parametrize("when", ["before", "while loading"])
+@pytest.mark.parametrize("hidden", ["w13_weight", "weight_scale_inv", None])
+def test_identity_update_of_a_layer_whose_tensors_lora_hides_is_private(
+    tmp_path: Path, hidden: str | None, when: str
+) -> None:
+    """SGLang's `load_weights` skips a tensor that has another name since LoRA wraps its layer."""
+    layer = torch.nn.Linear(2, 2)
+    wrapped = BaseLayerWithLoRA(layer, cast(Any, None))
+    one = Named(_checkpoint(tmp_path / "a", 1.0), layers=[wrapped])
+
+    def hide() -> None:
+        if hidden is not None:
+            layer.register_parameter(hidden, torch.nn.Parameter(torch.ones(2)))
+
+    if when == "before":
+        hide()
+    one.identity.start()
+    assert not one.identity.is_private
+    for value in (2.0, 3.0):
+        one.identity.weights_changing()
+        if when == "while loading" and value == 2.0:
+            hide()
+        files = file_states(_checkpoint(tmp_path / "a", value).glob("*.safetensors"))
+        one.identity.weights_changed(files, "auto", None)
+        assert one.identity.is_private == (hidden is not None)
 
 
 def test_identity_pushed_weights_are_private_and_different(tmp_path: Path) -> None:

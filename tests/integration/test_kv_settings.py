@@ -268,17 +268,33 @@ def test_kv_facts_path_arguments_name_content_beside_the_model() -> None:
     assert set(kv_settings.content_paths(values)) == {Path("/scales.json"), Path("/experts")}
 
 
-def test_kv_facts_adapter_settings_are_empty_by_default() -> None:
-    assert kv_settings.adapter_settings(_values(), DEFAULTS) == ""
-    assert "lora_strict_loading=True" in kv_settings.adapter_settings(
-        _values(lora_strict_loading=True), DEFAULTS
+def test_kv_facts_adapter_settings_leave_out_defaults() -> None:
+    manager = _lora_manager("qkv_proj")
+    assert kv_settings.adapter_settings(_values(), DEFAULTS, manager) == (
+        "target_modules=['qkv_proj']"
     )
+    assert "lora_strict_loading=True" in kv_settings.adapter_settings(
+        _values(lora_strict_loading=True), DEFAULTS, manager
+    )
+
+
+def test_kv_facts_adapter_settings_have_what_sglang_infers_from_all_adapters() -> None:
+    """It applies an adapter's part for experts only if one of them targets both projections."""
+    alone = _lora_manager("down_proj", "o_proj")
+    beside_another = _lora_manager("down_proj", "gate_up_proj", "o_proj")
+    shared = _lora_manager("down_proj", "gate_up_proj", "o_proj", shares_experts=True)
+    managers = (alone, beside_another, shared)
+    assert len({kv_settings.adapter_settings(_values(), DEFAULTS, each) for each in managers}) == 3
 
 
 def test_kv_facts_set_of_target_modules_has_one_text_in_every_process() -> None:
-    """SGLang makes a set of them. The order of a set of texts depends on the process."""
-    names = {"v_proj", "q_proj", "o_proj", "k_proj"}
+    """The order of a set of texts depends on the process."""
+    manager = _lora_manager("v_proj", "q_proj", "o_proj", "k_proj")
     assert (
-        kv_settings.adapter_settings(_values(lora_target_modules=names), DEFAULTS)
-        == "lora_target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj']"
+        kv_settings.adapter_settings(_values(), DEFAULTS, manager)
+        == "target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj']"
     )
+
+
+def _lora_manager(*modules: str, shares_experts: bool = False) -> Any:
+    return SimpleNamespace(target_modules={*modules}, experts_shared_outer_loras=shares_experts)

@@ -852,7 +852,9 @@ class Identity:
         self._on_known = on_known
         self._loaded = loaded
         self._runner = ctx.tp_worker.model_runner
-        self._had_scales = any(map(_has_scales, _attention_layers(self._runner.model)))
+        self._had_scales = False
+        self._had_hidden = False
+        self._look_at_model()
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
         self._is_single_rank = reduce_min is None
@@ -902,6 +904,7 @@ class Identity:
         """Other weights are about to be loaded, so the digest of the old ones is not needed."""
         self._jobs.cancel(WEIGHTS)
         self._weights = None
+        self._look_at_model()
 
     def tensors_lost(self) -> None:
         """Tensors of the model that no file has are lost, so no update from files makes its content
@@ -920,11 +923,11 @@ class Identity:
         """
         self._fields["weight_version"] = version or str(self._values.weight_version)
         known = None if load_format is None else kv_settings.file_format(load_format)
-        # SGLang keeps old scales in a table (NVFP4) and in CUDA graphs.
-        self._had_scales |= any(map(_has_scales, _attention_layers(self._runner.model)))
+        self._look_at_model()
         if (
             known is None
             or self._had_scales
+            or self._had_hidden
             or self._loaded.drafts  # those may have changed too
             or kv_settings.private_setting(self._values, self._defaults) is not None
         ):
@@ -935,10 +938,19 @@ class Identity:
         complete = None if begun is None or self._lost else begun.tensors
         self._start(update_job(files, complete))
 
+    def _look_at_model(self) -> None:
+        """Note what an update from files leaves as it was: scales, which SGLang keeps in a table
+        (NVFP4) and in CUDA graphs, and tensors of layers that LoRA wraps (experts, scales of
+        weights). Such a tensor has another name then, so `load_weights` skips it."""
+        model = self._runner.model
+        self._had_scales |= any(map(_has_scales, _attention_layers(model)))
+        self._had_hidden |= any(".base_layer." in name for name, _ in model.named_parameters())
+
     def adapter_loaded(self, lora_id: str) -> None:
         """SGLang has loaded a LoRA adapter."""
         self._adapters.pop(lora_id, None)
-        settings = kv_settings.adapter_settings(self._values, self._defaults)
+        manager = self._runner.lora_manager
+        settings = kv_settings.adapter_settings(self._values, self._defaults, manager)
         self._start(adapter_job(lora_id, self._loaded.adapters[lora_id], settings))
 
     def adapter(self, lora_id: str) -> str | None:

@@ -15,6 +15,7 @@ from sglang_cake.core.service_links import without_service_links
 from sglang_cake.integration.compat import default_value
 
 if TYPE_CHECKING:
+    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.server_args import ServerArgs
 
 _CLASSES: Final[dict[str, frozenset[str]]] = {
@@ -110,18 +111,18 @@ def counted_arguments(
     }
 
 
-def adapter_settings(values: "ServerArgs", defaults: Mapping[str, object]) -> str:
-    """Server arguments that change the meaning of an adapter's files, without those that have their
-    default value."""
-    names = (
-        "experts_shared_outer_loras",
-        "lora_strict_loading",
-        "lora_target_modules",
-        "lora_use_virtual_experts",
-        "max_lora_rank",
-    )
+def adapter_settings(
+    values: "ServerArgs", defaults: Mapping[str, object], manager: "LoRAManager"
+) -> str:
+    """What changes the meaning of an adapter's files: server arguments that have no default value,
+    and what `manager` has made of the others. It applies an adapter's part for experts only if some
+    adapter of the start targets both of their projections."""
+    names = ("lora_strict_loading", "lora_use_virtual_experts", "max_lora_rank")
     found = {name: _text(getattr(values, name)) for name in names}
-    return " ".join(f"{n}={v}" for n, v in found.items() if v != _text(defaults[n]))
+    changed = [f"{n}={v}" for n, v in found.items() if v != _text(defaults[n])]
+    if manager.experts_shared_outer_loras:
+        changed.append("experts_shared_outer_loras")
+    return " ".join([*changed, f"target_modules={_text(manager.target_modules)}"])
 
 
 def counted_environment(environ: Mapping[str, str]) -> dict[str, str]:
