@@ -543,7 +543,9 @@ async def publish_stats(metrics: StoreMetrics, in_use: Callable[[], Store | None
     asked: Store | None = None
     stats: asyncio.Future[StoreStats | None] | None = None
     while True:
-        if (store := in_use()) is not None:
+        if (store := in_use()) is None:
+            metrics.publish(None, None)
+        else:
             if stats is None or stats.done() or store is not asked:  # a disk may hang
                 asked = store
                 stats = asyncio.ensure_future(_stats(store))

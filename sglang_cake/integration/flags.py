@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -314,8 +313,13 @@ def machine_faults(config: CakeConfig) -> Iterator[str]:
 
 
 def _check_trace_file(file: str) -> None:
-    if Path(file).is_dir() or not Path(file).absolute().parent.is_dir():
+    folder = os.path.dirname(file) or os.curdir
+    # `isdir` returns False where a folder above may not be entered.
+    if os.path.isdir(file) or not os.path.isdir(folder):
         raise ConfigError(f"trace file {file!r} cannot be written: no such folder, or a folder")
+    # Asks the folder of a file that is not there yet, so that no empty file is left behind.
+    if not os.access(file if os.path.exists(file) else folder, os.W_OK):
+        raise ConfigError(f"trace file {file!r} cannot be written by this user, or is read-only")
 
 
 def _refuse(reason: str | None) -> None:

@@ -279,18 +279,24 @@ class StoreMetrics:
         if tiers > 1:  # every label exists from the start
             self._publish_tiers([TierStats(None, True, True, asdict(TierCounts()))] * tiers)
 
-    def publish(self, store: Store, stats: StoreStats | None) -> None:
+    def publish(self, store: Store | None, stats: StoreStats | None) -> None:
         """Publish `stats`, and what the store's own counters say.
 
         Args:
-            store: the source of `stats`. The counts of another store begin at zero.
+            store: the source of `stats`; None: no store is in use. The counts of another store
+                begin at zero, and the tiers of the last one are no more.
             stats: asked for before this call, since that opens the store: names of its events exist
                 from then on, at zero. None if the store does not answer.
         """
         if store is not self._store:
+            if self._store is not None:
+                self._publish_tiers(())
             self._store = store
             self._counts = {}
             self._used.set(0)
+            self._capacity.set(0)
+        if store is None:
+            return
         for name, count in store.events().items():
             self._count(self._events(name), count)
         if stats is None:

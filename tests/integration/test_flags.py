@@ -147,6 +147,28 @@ def _launch(
     return run_forked([*command, *flags], env, tmp_path, timeout_s=180)
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_flags_trace_file_that_may_not_be_written_is_refused_at_the_start(
+    tmp_path: Path, exists: bool
+) -> None:
+    """Else the error would come once the model is loaded."""
+    if exists:
+        (tmp_path / "trace").touch(0o444)
+    tmp_path.chmod(0o555)
+    program = """if True:
+        import os
+        from sglang_cake.config import CakeConfig
+        from sglang_cake.integration.flags import machine_faults
+        if os.getuid() == 0:  # may write everywhere
+            os.setuid(65534)
+        print(*machine_faults(CakeConfig(trace_file="trace")), sep="\\n")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "trace file 'trace' cannot be written by this user, or is read-only\n"
+
+
 def test_flags_bad_command_line_exits_with_2_and_one_line(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:

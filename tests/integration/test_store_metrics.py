@@ -15,7 +15,7 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.build import STATS_EVERY_S, close_later, publish_stats
 from sglang_cake.integration.metrics import Metrics, StoreMetrics, scheduler_labels
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
-from sglang_cake.stores.base import EvictionCounts, StoreStats, WrapperStore
+from sglang_cake.stores.base import EvictionCounts, StoreStats, TierStats, WrapperStore
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -83,6 +83,15 @@ async def test_store_metrics_each_tier_is_published_from_the_start_and_over_a_sw
     assert math.isnan(of("up", 3, use="read"))
     assert math.isnan(of("up", 1, use="put"))
     assert of("blocks_total", 1, event="read") == 1  # a counter never goes back
+    left_out = TierStats(None, reading=False, writing=False, counts={})
+    for following in (None, MemoryStore()):  # detached; another one, which does not answer
+        last = StoreStats(used_bytes=5, capacity_bytes=10, tiers=(left_out, left_out))
+        store_metrics.publish(MemoryStore(), last)
+        assert of("up", 2, use="put") == 0
+        store_metrics.publish(following, None)
+        assert math.isnan(of("up", 2, use="put"))
+        assert sample(registry, "store_used_bytes") == 0
+        assert sample(registry, "store_capacity_bytes") == 0
 
 
 def test_store_metrics_used_bytes_that_are_unknown_for_a_while_stay(metrics):
