@@ -373,7 +373,7 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
 
 
 @pytest.mark.parametrize(
-    ("other", "tiers", "told"),
+    ("other", "tiers", "texts"),
     [
         ({"block_tokens": 256}, 1, ["--cake-block-tokens 128", "--cake-block-tokens 256"]),
         ({"mode": "load"}, 1, ["--cake-mode auto", "--cake-mode load"]),
@@ -389,7 +389,7 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
     ],
 )
 def test_rank_consensus_different_settings_are_one_error_on_all_ranks(
-    other: dict[str, Any], tiers: int, told: list[str]
+    other: dict[str, Any], tiers: int, texts: list[str]
 ) -> None:
     """Else ranks reduce different lists, or decide differently and wait for each other."""
     config = CakeConfig(block_tokens=128)
@@ -398,7 +398,7 @@ def test_rank_consensus_different_settings_are_one_error_on_all_ranks(
     assert errors == [
         f"the machines of this server have different settings, here {each}: "
         "set the same on all of them"
-        for each in (told[0], told[0], told[1])
+        for each in (texts[0], texts[0], texts[1])
     ]
 
 

@@ -149,7 +149,7 @@ class RankConsensus:
         # Versions by themselves: another version may have another number of settings.
         if not self.same([version])[0]:
             raise ConfigError(
-                f"the machines of this server have different versions of sglang_cake, here "
+                "the machines of this server have different versions of sglang_cake, here "
                 f"{version}: install the same version on all of them"
             )
         shared = [name for name in NAMES if name not in _OF_A_MACHINE]
