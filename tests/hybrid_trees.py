@@ -899,6 +899,9 @@ class Blocks:
         record = self.records.get(req.rid)
         return record if record is not None and record.req is req else None
 
+    def inserted(self, key: Any) -> None:
+        pass
+
     def release(self, rid: str) -> None:
         self.records.pop(rid, None)
 

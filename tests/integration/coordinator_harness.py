@@ -11,6 +11,7 @@ import torch
 from faults import FaultyCopier
 from held_reads import HeldReads
 from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scramble
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import Buffer, BufferPool
@@ -252,6 +253,13 @@ class CoordinatorHarness(HeldReads):
         req.owned = [slots[:kept]]
         req.prefix_len = kept
         self.coordinator.tree_evicts = True
+
+    def grow(self, req: FakeReq, tokens: int) -> None:
+        """Another request brings the first `tokens` tokens of a waiting one into the tree."""
+        if (slots := self.allocator.alloc(tokens - req.prefix_len)) is not None:
+            req.owned.append(slots)
+        req.prefix_len = tokens
+        self.coordinator.inserted(RadixKey(req.origin_input_ids[:tokens], req.extra_key))
 
     # As `CakeRadixCache` and `EndStates`: an end state is what was copied into it.
 

@@ -25,13 +25,19 @@ from coordinator_harness import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import until
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.metrics import Metrics
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import rank_consensus
-from sglang_cake.integration.scheduler.coordinator import NEAR, RECONSIDER_S, RECONSIDERED
+from sglang_cake.integration.scheduler.coordinator import (
+    FOLLOWED,
+    NEAR,
+    RECONSIDER_S,
+    RECONSIDERED,
+)
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
@@ -853,6 +859,104 @@ def test_coordinator_prompt_that_is_being_prefilled_is_not_looked_up_again(
     harness.evict(req)
     harness.coordinator.poll([req.rid], req.rid)
     assert harness.counters.snapshot()["repeated_lookups", ""] == 0
+
+
+def test_coordinator_waiting_prompt_follows_what_another_one_brings_into_the_tree(
+    harness: CoordinatorHarness,
+) -> None:
+    req, keys = harness.stored(6.5)
+    harness.arrive(req)
+    harness.poll(req, times=2)
+    before = harness.coordinator.queue_entry(req)
+    harness.grow(req, 4 * BLOCK)
+    harness.poll(req)
+    after = harness.coordinator.queue_entry(req)
+    assert before.remaining_s is not None
+    assert after.remaining_s is not None
+    assert after.remaining_s < before.remaining_s / 2
+    harness.open(*keys[4:])
+    harness.poll(req, times=2)
+    assert harness.slow.waiting == []
+    while not harness.step(req):
+        harness.poll(req)
+    [report] = req.customized_info["cake"]
+    assert report["matched_tokens"] == 4 * BLOCK
+    assert report["computed_tokens"] + report["loaded_tokens"] == 2.5 * BLOCK
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_coordinator_prompt_that_follows_the_tree_gets_no_slack_for_it() -> None:
+    """A server that computes all prompts would not compute these tokens either."""
+    load = LoadCost(0.0, 0.01, error=0.0, depth=2)
+    with CoordinatorHarness(mode="auto", load=load) as harness:
+        req, _ = harness.stored(6.5)
+        harness.arrive(req)
+        harness.poll(req, times=2)
+        before = harness.coordinator.queue_entry(req)
+        harness.grow(req, 4 * BLOCK)
+        harness.poll(req)
+        after = harness.coordinator.queue_entry(req)
+        assert after.compute_s < before.compute_s / 2
+        assert after.slack_s == pytest.approx(before.slack_s)
+
+
+@pytest.mark.parametrize("of", ["another salt", "another adapter", "other tokens", "less"])
+def test_coordinator_waiting_prompt_is_not_matched_for_what_is_not_its_own(
+    harness: CoordinatorHarness, of: str
+) -> None:
+    """A match costs a comparison of all tokens."""
+    req = req_of(6.5)
+    tokens, salt, extra_key = array("q", req.origin_input_ids), None, req.extra_key
+    matches = []
+    harness.coordinator.arrive(req, lambda *_: matches.append("match") or 0)  # type: ignore[arg-type, func-returns-value]
+    harness.settle()
+    harness.arrived.append(req)
+    harness.poll(req)
+    if of == "another salt":
+        salt = "salt"
+    elif of == "another adapter":
+        extra_key = "adapter"
+    elif of == "other tokens":
+        tokens[BLOCK - 1] += 1
+    else:
+        del tokens[BLOCK - 1 :]
+    harness.coordinator.inserted(RadixKey(tokens, extra_key, cache_salt=salt))
+    harness.poll(req)
+    assert matches == ["match"]  # at arrival
+
+
+def test_coordinator_many_waiting_prompts_of_one_document_are_matched_a_few_at_a_time(
+    harness: CoordinatorHarness,
+) -> None:
+    reqs = [req_of(4.5, str(number)) for number in range(FOLLOWED + 2)]
+    for req in reqs:
+        harness.arrive(req)
+    harness.poll(*reqs)
+    for req in reqs:
+        req.prefix_len = 2 * BLOCK  # its slots are those of the first one
+    harness.grow(reqs[0], 2 * BLOCK)
+    fronts = []
+    for _ in range(2):
+        harness.poll(*reqs)
+        fronts.append([each.meet.front for each in harness.coordinator.live.values()])
+    assert fronts[0] == [2 * BLOCK] * FOLLOWED + [0, 0]
+    assert fronts[1] == [2 * BLOCK] * (FOLLOWED + 2)
+
+
+def test_coordinator_prompt_in_prefill_is_not_matched_between_two_chunks(
+    harness: CoordinatorHarness,
+) -> None:
+    """What it has computed is in the tree only after its checkpoint."""
+    req = req_of(6.5)
+    harness.arrive(req)
+    harness.poll(req)
+    harness.step(req)
+    front = harness.coordinator.live["r"].meet.front
+    harness.coordinator.inserted(RadixKey(req.origin_input_ids, req.extra_key))
+    req.prefix_len += BLOCK
+    harness.coordinator.poll([req.rid], req.rid)
+    req.prefix_len -= BLOCK
+    assert harness.coordinator.live["r"].meet.front == front > 0
 
 
 def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:

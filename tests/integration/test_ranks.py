@@ -352,6 +352,30 @@ def test_ranks_evicted_prompt_is_looked_up_again_by_both(
     assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
+def test_ranks_waiting_prompt_follows_the_trees_on_both(ranks: TwoRanks) -> None:
+    reqs = stored(ranks)
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    assert ranks.poll("r") == [None, None]
+    ranks.both(lambda harness, rank: harness.grow(reqs[rank], 2 * BLOCK))
+    ranks.agree("r")
+    fronts = [harness.coordinator.live["r"].meet.front for harness in ranks.harnesses]
+    assert fronts == [2 * BLOCK] * 2
+    assert ranks.reclaimable_tokens() == [2 * BLOCK] * 2
+
+
+def test_ranks_waiting_prompt_that_one_rank_cannot_match_ends_on_both(ranks: TwoRanks) -> None:
+    reqs = stored(ranks)
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    assert ranks.poll("r") == [None, None]
+    ranks.both(lambda harness, rank: harness.grow(reqs[rank], 2 * BLOCK))
+    reqs[0].prefix_len = "no number"  # type: ignore[assignment]
+    raised = ranks.poll("r")
+    reqs[0].prefix_len = 2 * BLOCK
+    assert isinstance(raised[0], TypeError)
+    assert raised[1] is None
+    assert ranks.live() == [[], []]
+
+
 def test_ranks_prompt_looked_up_again_by_one_rank_ends_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))

@@ -210,6 +210,54 @@ def test_sglang_scheduler_stored_prompts_are_at_most_two_steps_behind_computing(
     assert statistics.mean(auto) <= statistics.mean(compute)
 
 
+def _asking(documents: int, tokens: int, count: int) -> list[Prompt]:
+    """So many requests at once, which ask about stored documents in turn."""
+    stored = range(tokens // BLOCK_TOKENS)
+    return [
+        Prompt(
+            0.0,
+            array("q", [10 + number % documents, *range(5000, 4999 + tokens), 600 + number]),
+            stored=stored,
+            out=5,
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight"])
+@pytest.mark.parametrize(
+    "situation", ["one document, beside other prompts", "two, of which one fits"]
+)
+def test_sglang_scheduler_requests_for_one_stored_document_read_it_about_once(
+    situation: str, policy: str
+) -> None:
+    """Each of them could read it again, and let the others go first meanwhile."""
+    if situation.startswith("one"):
+        asking = _asking(1, 30_000, 12)
+        others = [
+            Prompt(0.025 * number, array("q", [900 + number, *range(40_000, 40_999)]), out=2)
+            for number in range(60)
+        ]
+        pool_tokens, most_reads = 640_000, 1.5 * 30_000 // BLOCK_TOKENS
+    else:
+        asking, others = _asking(2, 16_000, 12), []
+        pool_tokens, most_reads = 24_000, 3 * 16_000 // BLOCK_TOKENS
+    model = replace(LLAMA_8B, chunk_tokens=2048)
+    mean_s = {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_sglang(
+            model, link_bytes_per_s=4e9, mode=mode, pool_tokens=pool_tokens, policy=policy
+        ) as server:
+            server.serve([*asking, *others])
+            server.check_ends()
+            first_s = [server.first_token_s[str(number)] for number in range(len(asking))]
+            mean_s[mode] = statistics.mean(first_s)
+            if mode == "auto":
+                assert len(server.loop.store.read_s) <= most_reads
+    assert mean_s["auto"] <= 0.8 * mean_s["compute"]
+
+
 @pytest.mark.parametrize(
     ("tokens", "link_bytes_per_s", "share"),
     [(1_500, 5e9, 1.0), (1_500, 10e9, 0.9), (4_000, 10e9, 0.7), (16_000, 5e9, 0.6)],

@@ -135,6 +135,9 @@ class FakeCoordinator:
     def record(self, req: object) -> None:
         return None
 
+    def inserted(self, key: object) -> None:
+        pass
+
     def release(self, rid: str) -> None:
         pass
 

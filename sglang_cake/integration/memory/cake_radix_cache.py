@@ -110,6 +110,8 @@ class CakeRadixCache(UnifiedRadixCache):
         super().reset()
 
     def insert(self, params: InsertParams) -> InsertResult:
+        if self.coordinator is not None:
+            self.coordinator.inserted(params.key)
         if self.ends is None:
             return super().insert(params)
         # It may free slots of the tree. KV whose window has gone gets new ones. States above

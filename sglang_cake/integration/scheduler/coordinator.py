@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +50,7 @@ from sglang_cake.loading.priority import FcfsSchedule, QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
 logger = logging.getLogger("sglang_cake")
 
@@ -69,6 +71,8 @@ LOG_EVERY_S = 60.0  # between two lines about prompts that differ
 # After an eviction, only the first so many waiting requests are looked for in the tree: each costs
 # a comparison of its tokens.
 MATCHED = 8
+# So many waiting requests, at most, are matched again in a poll once the tree has more of them.
+FOLLOWED = 32
 
 
 @dataclass(slots=True)
@@ -195,6 +199,10 @@ class Coordinator:
         # Requests whose KV a prefill server has sent since the last poll, and whether it computed
         # the same prompt, as far as this rank knows.
         self._received: list[tuple[Req, bool]] = []
+        # The last keys that joined the tree since the last poll.
+        self._inserted: deque[RadixKey] = deque(maxlen=NEAR)
+        # Ids of waiting requests that are to be matched again, and were too many in the last poll.
+        self._not_followed: set[str] = set()
         self._differing_prompts = 0
         self._logged_s = -math.inf  # when a line about them was logged
         self._fcfs = FcfsSchedule(lambda tokens: step_costs.queue_s(work_of(*tokens)))
@@ -514,10 +522,14 @@ class Coordinator:
             if prompt.since_s is None:
                 self._without_keys[rid] = prompt._replace(since_s=self.prompt_loads.now_s)
         self.prompt_loads.polled(self._records.values())
-        if self.tree_evicts:  # on all ranks, after the vote, whose records are alike
-            self.tree_evicts = False
-            waiting = [rid for rid in serving if rid != chunked]
-            self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
+        # After the vote, whose records are alike: a match must run on all ranks.
+        waiting = [rid for rid in serving if rid != chunked]
+        longer = self._longer_in_tree(waiting)
+        if longer or self.tree_evicts:
+            self._attempt(failures, lambda: self._follow_tree(longer))
+            if self.tree_evicts:
+                self.tree_evicts = False
+                self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
             awaiting, changed = self._vote(serving)
         self._undecided = {r.rid: None for r in awaiting if not r.agreed.lookup_done}
         if awaiting:  # the reduction comes first, and takes place whatever fails
@@ -535,6 +547,10 @@ class Coordinator:
         self._kept = frozenset(record.rid for record in awaiting if record.agreed.ever_asked)
         if failures:
             raise failures[0]
+
+    def inserted(self, key: "RadixKey") -> None:
+        """These tokens are in the tree."""
+        self._inserted.append(key)
 
     def reclaim(self, tokens: int) -> int:
         """SGLang needs memory that landed blocks occupy. Returns the tokens freed."""
@@ -589,10 +605,7 @@ class Coordinator:
         if (record := self.record(req)) is None:
             return
         response_stats.starts_at_prefix(req)  # before loaded blocks join it
-        stats = record.stats
-        if not stats.computed_tokens + stats.loaded_tokens:
-            stats.matched_tokens = req.prefix_len
-        self._advance(record)
+        self._advance(record, req.prefix_len)
         while (span := record.meet.island()) is not None:
             blocks = record.meet.blocks_of(span)
             others = [other for other in self._records.values() if other is not record]
@@ -616,7 +629,7 @@ class Coordinator:
                 failed.callback(self._device_slots.free, slots)
                 attach(req, slots, span.stop, end, failed.pop_all)
             response_stats.loaded(req, span)
-            self._advance(record)  # the tree may have matched more by now
+            self._advance(record, req.prefix_len)  # the tree may have matched more by now
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
     def passing_tokens(self, req: "Req", chunk_tokens: int) -> int | None:
@@ -733,7 +746,7 @@ class Coordinator:
             self._step.last_steps.append((record, self.step_costs.step_end_s))
         self._computed(record, Span(start, stop))
         if not overlapped:
-            self._advance(record)
+            self._advance(record, req.prefix_len)
             self._claim(record, stop, self.step_costs.step_end_s)
 
     def overlapped_step_ran(
@@ -938,6 +951,39 @@ class Coordinator:
                     self.prompt_loads.nothing_stored(anew)
                 else:
                     self._look_up(anew, None)
+
+    def _longer_in_tree(self, rids: Sequence[str]) -> list[PromptRecord]:
+        """The first waiting requests whose next block of tokens has joined the tree since the last
+        poll, as far as these tokens alone tell, or before it and were not followed then."""
+        live = filter(None, map(self._records.get, rids))
+        waiting = [record for record in live if record.stats.prefill_s is None]
+        longer = [
+            record
+            for record in waiting
+            if record.rid in self._not_followed
+            or any(self._goes_on(record, key) for key in self._inserted)
+        ]
+        self._inserted.clear()
+        self._not_followed = {record.rid for record in longer[FOLLOWED:]}
+        return longer[:FOLLOWED]
+
+    def _goes_on(self, record: PromptRecord, key: "RadixKey") -> bool:
+        """Whether `key` has the next block of tokens of a prompt."""
+        req, start = record.req, record.meet.front
+        stop = start + self.block_tokens
+        if stop > len(key) or (key.extra_key, key.cache_salt) != (req.extra_key, req.cache_salt):
+            return False
+        return bool(key.token_ids[start:stop] == record.tokens[start:stop])
+
+    def _follow_tree(self, records: Iterable[PromptRecord]) -> None:
+        """Move the fronts of waiting requests to what other requests have brought into the tree."""
+        for record in records:
+            front = record.matched_tokens()
+            if front > record.meet.front:
+                self._advance(record, front)
+                self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
+                record.queue.outlook = None
+                record.queue.waits = False
 
     def _look_up_evicted(self, rids: Sequence[str]) -> None:
         """Repeat the lookup of a waiting request whenever the tree has evicted more of its blocks
@@ -1305,12 +1351,14 @@ class Coordinator:
         prompt = self._without_keys.get(rid)
         return StepWork() if prompt is None else work_of(*prompt.rest)
 
-    def _advance(self, record: PromptRecord) -> None:
+    def _advance(self, record: PromptRecord, tree_tokens: int) -> None:
+        """The tree has the first `tree_tokens` tokens of a prompt."""
         stats = record.stats
-        prefix_len = record.req.prefix_len
         if stats.computed_tokens + stats.loaded_tokens:
-            stats.rematched_tokens += max(0, prefix_len - record.meet.front)
-        self._device_slots.discard(record, record.meet.advance(prefix_len), "in_tree")
+            stats.rematched_tokens += max(0, tree_tokens - record.meet.front)
+        else:
+            stats.matched_tokens = tree_tokens
+        self._device_slots.discard(record, record.meet.advance(tree_tokens), "in_tree")
 
     def _attached(self, record: PromptRecord, span: Span) -> None:
         record.meet.attach(span)
