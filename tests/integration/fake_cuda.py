@@ -199,6 +199,10 @@ class _Later(TorchDispatchMode):
         if func.overloadpacket in _LATER:
             self._stream.launch(lambda: func(*args, **kwargs))
             return kwargs.get("out", args[0])
+        if func.overloadpacket is _aten.clone:
+            made = torch.empty_like(args[0]).fill_(GARBAGE)
+            self._stream.launch(lambda: made.copy_(args[0]))
+            return made
         result = func(*args, **kwargs)
         if func.overloadpacket is _aten.empty:
             result.fill_(GARBAGE)

@@ -268,6 +268,17 @@ def test_device_slots_reserve_takes_what_memory_there_is_in_the_given_order() ->
     assert harness.wasted() == {}
 
 
+@pytest.mark.parametrize("page", [1, 16])
+def test_device_slots_that_wait_keep_no_memory_but_their_own(page: int) -> None:
+    harness = SlotsHarness(blocks=64, page=page)
+    record = harness.record(3)
+    harness.device_slots.reserve(record, [2])
+    harness.device_slots.reserve(record, [1, 0])
+    copies = record.memory.slots.values()
+    kept = {s.data_ptr(): s.nbytes() for s in (c.slots.untyped_storage() for c in copies)}
+    assert sum(kept.values()) == sum(copy.slots.nbytes for copy in copies)
+
+
 def test_device_slots_reclaim_takes_reserved_slots_first_and_computes_their_blocks() -> None:
     harness = SlotsHarness()
     record = harness.record(4)
@@ -382,7 +393,8 @@ def test_device_slots_copies_start_when_the_device_knows_the_slots(
     record = record_of(1, block=BLOCK)
     record.meet.found([True])
     data = staging.land(record, 0)
-    assert device_slots.place(record, [0])
+    with torch.cuda.stream(stream):
+        assert device_slots.place(record, [0])
     torch.cuda.synchronize()
     found = b"".join(bytes(as_bytes(b)[numbers].numpy()) for b in buffers_of(pool))
     assert found == data

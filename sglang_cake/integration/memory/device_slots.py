@@ -344,9 +344,13 @@ class DeviceSlots:
         if slots is None:
             return {}
         try:
-            # Behind the allocation: with larger pages, the device computes the slots' numbers.
+            # A copy, since slots of single tokens are a view of SGLang's list of all free slots.
+            # Each allocation may have another list, and would keep it as long as its blocks wait.
+            parts = slots.clone().split(size)
+            # Behind the allocation: with larger pages, the device computes the slots' numbers. And
+            # behind the copy of them, which runs on the calling thread's stream: other streams read
+            # it after the fence alone.
             after = self._kv.fence()
-            parts = slots.split(size)
             return {
                 b: SlotCopy(self._kv, part, after) for b, part in zip(blocks, parts, strict=False)
             }
