@@ -1,5 +1,7 @@
 """Calls of the operating system that fail, wait, or answer as a test says."""
 
+import ctypes
+import mmap
 import os
 import signal
 import threading
@@ -24,6 +26,14 @@ def is_mapped(address: int) -> bool:
     with open("/proc/self/maps") as file:
         ranges = [line.split()[0].split("-") for line in file]
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
+def is_allocated(address: int, size_bytes: int) -> bool:
+    """Whether all pages of this memory are there. Args: address: the start of a page."""
+    pages = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+    call = ctypes.CDLL(None).mincore
+    assert call(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), pages) == 0
+    return all(page & 1 for page in pages)
 
 
 def unlink_failing(number: int, name: str) -> Callable[..., None]:

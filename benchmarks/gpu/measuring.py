@@ -101,7 +101,7 @@ SMALL = Size(
 def pinned(sizes_bytes: Sequence[int], device: torch.device) -> list[Buffer]:
     """Host memory as a server has it: one mapping, registered with CUDA. Raises: RuntimeError."""
     arena = HostArena(sizes_bytes, prefault=True)
-    if not pin(arena, device):
+    if pin(arena, device) < len(arena.buffers):
         raise RuntimeError("host memory cannot be pinned: see the log")
     return arena.buffers
 

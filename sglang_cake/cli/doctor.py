@@ -30,7 +30,7 @@ from sglang_cake.cli.patch import PatchState, find_installation, plan_of
 from sglang_cake.cli.store_bench import measure_size
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.buffers import available_bytes, buffer_counts, mib
+from sglang_cake.core.buffers import available_bytes, buffer_counts, mib, pin_advice
 from sglang_cake.core.errors import ConfigError, PatchError, StoreError
 from sglang_cake.core.threads import run_in_own_thread
 from sglang_cake.simulator.hardware import GPUS
@@ -285,8 +285,7 @@ def memory_finding(
     text += f"{size_text(free_bytes)} available to this process"
     if can_pin is not None and not can_pin(size_bytes):
         text = f"{mib(size_bytes)} cannot be pinned, so copies to and from the GPU would be slow: "
-        text += "raise the limit of locked memory (ulimit -l, LimitMEMLOCK=infinity, docker run "
-        return Finding("mend", "host memory", text + "--ulimit memlock=-1)")
+        return Finding("mend", "host memory", text + pin_advice())
     if counts.reduced:
         return Finding("note", "host memory", text + ", which is less than the default takes")
     return _ok("host memory", text)

@@ -4,6 +4,7 @@ there is, and where it lies."""
 import ctypes
 import mmap
 import re
+import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,7 @@ class HostArena:
         address: the address of its first byte.
         size_bytes: the size of the mapping.
         buffers: in the order of their sizes.
+        stops: where the pages of each buffer end.
         huge_pages: whether the system may use huge pages for it.
     """
 
@@ -196,20 +198,37 @@ class HostArena:
         """
         strides = [whole_pages(size) for size in sizes_bytes]
         *starts, self.size_bytes = accumulate(strides, initial=0)
+        self.stops = [*starts[1:], self.size_bytes]
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.mapping = Mapping(-1, self.size_bytes, flags=flags)
         self.mapping.madvise(mmap.MADV_DONTFORK)
         self.huge_pages = _advise_huge_pages(self.mapping)
         self.address = address_of(self.mapping)
         if prefault:
-            ctypes.memset(self.address, 0, self.size_bytes)
+            self.touch(0, self.size_bytes)
         view = memoryview(self.mapping)
         parts = zip(starts, sizes_bytes, strict=True)
         self.buffers = [Buffer(view[start : start + size]) for start, size in parts]
 
+    def touch(self, start: int, stop: int) -> None:
+        """Allocate a part of the memory, from the calling thread. It is zeros afterwards."""
+        ctypes.memset(self.address + start, 0, stop - start)
 
-# Lets a device copy to and from an arena directly; whether that worked.
-Pin = Callable[[HostArena], bool]
+
+# Lets a device copy to and from the first buffers of a new arena directly; how many.
+Pin = Callable[[HostArena], int]
+
+
+def pin_advice(pinned_bytes: int = 0) -> str:
+    """What a user does about a device that pins no more host memory than this."""
+    lower = "lower --cake-staging-bytes, --cake-write-queue-bytes and the size of memory://"
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit < pinned_bytes:  # it is not what refused
+        return lower
+    return (
+        f"raise the limit of locked memory, which is {mib(limit)} (ulimit -l, "
+        f"LimitMEMLOCK=infinity, docker run --ulimit memlock=-1), or {lower}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

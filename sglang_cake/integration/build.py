@@ -492,7 +492,7 @@ class CakeService:
             on_device=self.kv.encoded,
         )
 
-    def _pin(self, arena: HostArena) -> bool:
+    def _pin(self, arena: HostArena) -> int:
         with self.kv.here():  # a thread that opens a store has no device of its own
             return pin(arena, self.kv.device)
 

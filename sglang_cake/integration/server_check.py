@@ -22,7 +22,7 @@ from sglang_cake.core.buffers import HostArena
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import flags
 from sglang_cake.integration.identity.identity import ModelSource
-from sglang_cake.integration.memory.host_pools import pin
+from sglang_cake.integration.memory.host_pools import PIN_BYTES, pin
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
     MEDIA,
@@ -172,4 +172,5 @@ def gpu_memory_bytes() -> int:
 
 def can_pin(size_bytes: int) -> bool:
     """Whether the GPU takes this much host memory as pinned. It is freed again."""
-    return pin(HostArena([size_bytes], prefault=False), torch.device("cuda"))
+    arena = HostArena([PIN_BYTES] * -(-size_bytes // PIN_BYTES), prefault=False)
+    return pin(arena, torch.device("cuda")) == len(arena.buffers)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -360,7 +361,13 @@ def test_doctor_kv_of_8_bits_leaves_recurrent_states_in_host_memory_as_large() -
     assert half.end_blocks * half.block_bytes >= kimi.state_bytes
 
 
-def test_doctor_memory_that_cannot_be_pinned_is_to_mend() -> None:
+@pytest.mark.parametrize(
+    ("limit", "advice"), [(MIB, "ulimit -l"), (resource.RLIM_INFINITY, "slow: lower --cake-stag")]
+)
+def test_doctor_memory_that_cannot_be_pinned_is_to_mend(
+    monkeypatch: pytest.MonkeyPatch, limit: int, advice: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     asked: list[int] = []
 
     def refuse(size_bytes: int) -> bool:
@@ -369,7 +376,7 @@ def test_doctor_memory_that_cannot_be_pinned_is_to_mend() -> None:
 
     line = memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, reads=4, can_pin=refuse)
     assert line.state == "mend"
-    assert "ulimit -l" in line.text
+    assert advice in line.text
     assert asked == [3 * GIB], "1 GiB to load, and two chunks to store"
     line = memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, reads=4, can_pin=lambda size: True)
     assert line.state == "ok"

@@ -4,21 +4,25 @@ import contextlib
 import gc
 import logging
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kv_pools import mha
-from system_calls import is_mapped
+from system_calls import is_allocated, is_mapped
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.buffers import PAGE_BYTES, HostArena
+from sglang_cake.core.buffers import PAGE_BYTES, HostArena, address_of
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import server_check
+from sglang_cake.integration.memory import host_pools as host_pools_module
 from sglang_cake.integration.memory import kv_pool
-from sglang_cake.integration.memory.host_pools import host_pools, pin
+from sglang_cake.integration.memory.host_pools import PIN_BYTES, host_pools, pin
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.stores.base import StoreSource
 from sglang_cake.stores.open_store import parse_sources
@@ -30,20 +34,31 @@ FREE_BYTES = 2**36
 
 
 class FakeCudart:
-    """Args: code, end_code: what registering and unregistering end with.
+    """Args:
+        code, end_code: what registering and unregistering end with.
+        most_bytes: what is registered before `code`.
 
-    Attributes: unregistered: addresses, each with the device and the mode of captures of the thread
-        at that moment.
+    Attributes:
+        on_call: called before each call.
+        unregistered: addresses, each with the device and the mode of captures of the thread at that
+            moment.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, code: int = 0, *, end_code: int = 0
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        code: int = 0,
+        *,
+        end_code: int = 0,
+        most_bytes: int = 0,
     ) -> None:
         self._code = code
+        self._most_bytes = most_bytes
         self._end_code = end_code
         self._device: torch.device | None = None
         self._mode = 0
         self.registered: list[tuple[int, int, int]] = []
+        self.on_call: Callable[[], object] = lambda: None
         self.unregistered: list[tuple[int, torch.device | None, int]] = []
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "device", self.on_device)
@@ -61,10 +76,12 @@ class FakeCudart:
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
         self.registered.append((address, size_bytes, flags))
-        return self._code
+        self.on_call()
+        return self._code if sum(each[1] for each in self.registered) > self._most_bytes else 0
 
     def cudaHostUnregister(self, address: int) -> int:
         assert is_mapped(address)
+        self.on_call()
         self.unregistered.append((address, self._device, self._mode))
         return self._end_code
 
@@ -85,7 +102,7 @@ def test_pin_registers_the_whole_arena_once_until_it_is_freed(
     cudart = FakeCudart(monkeypatch)
     arena = HostArena([PAGE_BYTES, 100, 10_000], prefault=True)
     address, last = arena.address, arena.buffers[-1]
-    assert pin(arena, CPU)
+    assert pin(arena, CPU) == 3
     assert cudart.registered == [(address, 5 * PAGE_BYTES, 0)]
     del arena
     gc.collect()
@@ -93,6 +110,82 @@ def test_pin_registers_the_whole_arena_once_until_it_is_freed(
     del last
     gc.collect()
     assert cudart.unregistered == [(address, CPU, THREAD_LOCAL)]
+
+
+def test_pin_registers_and_unregisters_chunks_of_whole_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = FakeCudart(monkeypatch)
+    arena = HostArena([PIN_BYTES // 3 + 1] * 10, prefault=False)
+    starts = [address_of(arena.buffers[number].view) for number in (0, 3, 6, 9)]
+    sizes = [stop - start for start, stop in pairwise([*starts, arena.address + arena.size_bytes])]
+    assert pin(arena, CPU) == 10
+    assert cudart.registered == [(*chunk, 0) for chunk in zip(starts, sizes, strict=True)]
+    del arena
+    gc.collect()
+    assert cudart.unregistered == [(start, CPU, THREAD_LOCAL) for start in starts]
+
+
+def test_pin_allocates_each_chunk_between_the_calls_of_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = FakeCudart(monkeypatch)
+    arena = HostArena([PIN_BYTES] * 3, prefault=False)
+    allocated: list[list[bool]] = []
+    cudart.on_call = lambda: allocated.append(
+        [is_allocated(address_of(each.view), PIN_BYTES) for each in arena.buffers]
+    )
+    assert pin(arena, CPU) == 3
+    assert allocated == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_pin_is_undone_with_pauses_for_other_calls_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s, pauses_s = [0.0], list[float]()
+    clock = SimpleNamespace(perf_counter=lambda: clock_s[-1], sleep=pauses_s.append)
+    cudart = FakeCudart(monkeypatch)
+    arena = HostArena([PIN_BYTES] * 2, prefault=False)
+    assert pin(arena, CPU) == 2
+    monkeypatch.setattr(host_pools_module, "time", clock)
+    cudart.on_call = lambda: clock_s.append(clock_s[-1] + 3.0)
+    del arena
+    gc.collect()
+    assert pauses_s == [3.0, 3.0]
+
+
+def test_pin_of_memory_of_other_sizes_leaves_no_buffer_in_two_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = FakeCudart(monkeypatch)
+    arena = HostArena([PIN_BYTES - 1, 100, PIN_BYTES + 1, 100, 100], prefault=False)
+    assert pin(arena, CPU) == 5
+    assert [size for _, size, _ in cudart.registered] == [
+        *(PIN_BYTES, PAGE_BYTES + PIN_BYTES + PAGE_BYTES),
+        2 * PAGE_BYTES,
+    ]
+
+
+def test_pin_refused_for_a_chunk_keeps_those_before_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart = FakeCudart(monkeypatch, code=2, most_bytes=2 * PIN_BYTES)
+    arena = HostArena([PIN_BYTES // 2] * 8, prefault=False)
+    assert pin(arena, CPU) == 4
+    assert len(cudart.registered) == 3
+    (record,) = caplog.records
+    assert f"{2 * PIN_BYTES // 2**20} MiB of host memory cannot be pinned" in record.getMessage()
+    del arena
+    gc.collect()
+    assert [each[0] for each in cudart.unregistered] == [each[0] for each in cudart.registered[:2]]
+
+
+def test_can_pin_registers_as_a_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = FakeCudart(monkeypatch, code=2, most_bytes=2 * PIN_BYTES)
+    assert server_check.can_pin(2 * PIN_BYTES)
+    assert [size for _, size, _ in cudart.registered] == [PIN_BYTES] * 2
+    gc.collect()
+    assert len(cudart.unregistered) == 2
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
+    assert not server_check.can_pin(2 * PIN_BYTES)
 
 
 def test_pin_that_cannot_be_undone_is_one_error(
@@ -111,6 +204,7 @@ def test_pin_that_cannot_be_undone_is_one_error(
 def test_pin_refused_is_one_error_that_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**20, 2**20))
     cudart = FakeCudart(monkeypatch, code=2)
     arena = HostArena([2**20], prefault=True)
     assert not pin(arena, CPU)
@@ -121,6 +215,19 @@ def test_pin_refused_is_one_error_that_says_what_to_do(
     del arena
     gc.collect()
     assert cudart.unregistered == []
+
+
+@pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, PIN_BYTES - 1])
+def test_pin_refused_beyond_the_limit_of_locked_memory_does_not_blame_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: int
+) -> None:
+    """A process may lock more than its limit, with the right to do so."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    FakeCudart(monkeypatch, code=2, most_bytes=PIN_BYTES)
+    assert pin(HostArena([PIN_BYTES] * 2, prefault=False), CPU) == 1
+    (record,) = caplog.records
+    assert "lower --cake-staging-bytes" in record.getMessage()
+    assert "ulimit" not in record.getMessage()
 
 
 async def test_memory_store_of_a_gpu_is_registered_once_with_all_its_blocks(

@@ -44,9 +44,9 @@ def opened(url, frame=FRAME, *, sharers=1, policy="lru"):
     return source.open(frame, depth=2)
 
 
-def memory_of(blocks, policy="lru", rules=NO_TENANT_RULES):
+def memory_of(blocks, policy="lru", rules=NO_TENANT_RULES, pin=None):
     return BlockMemory(
-        capacity_bytes=blocks * PAGE, block_bytes=BLOCK, policy=policy, tenant_rules=rules
+        capacity_bytes=blocks * PAGE, block_bytes=BLOCK, policy=policy, tenant_rules=rules, pin=pin
     )
 
 
@@ -203,7 +203,7 @@ async def test_memory_closed_while_another_one_is_pinned_holds_no_other_call():
     def pin(arena):
         begun.set()
         ended.append(may_end.wait(60.0))  # False: the event loop was held
-        return True
+        return len(arena.buffers)
 
     (source,) = parse_sources("memory://64KiB", pin=pin)
     old = opened("memory://32KiB")
@@ -348,6 +348,18 @@ def test_memory_lends_half_of_its_blocks_at_most():
     lent[0].release()
     assert memory.lend(DIGEST, key_of("c"), counts=True) is not None
     assert memory.lend(DIGEST, key_of("d"), counts=True) is None
+
+
+def test_memory_pinned_in_part_lends_half_of_the_pinned_blocks_alone():
+    memory = memory_of(5, pin=lambda arena: 4)
+    for name in "abcde":
+        assert stored(memory, name)
+    assert memory.lend(DIGEST, key_of("e"), counts=True) is None, "it is pageable"
+    lent = [memory.lend(DIGEST, key_of(name), counts=True) for name in "abc"]
+    assert [each is not None for each in lent] == [True, True, False]
+    for each in lent[:2]:
+        each.release()
+    assert memory.use(DIGEST, key_of("e"), counts=True) is not None
 
 
 @in_use

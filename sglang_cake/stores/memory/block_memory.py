@@ -76,8 +76,8 @@ class BlockMemory:
             capacity_bytes: limit for all buffers; at least one.
             block_bytes: limit for a payload.
             policy: a key of `eviction.POLICIES`.
-            pin: lets a device copy from all of the memory, which allocates it at once; whether that
-                worked. None: no device reads it.
+            pin: lets a device copy from the memory, which allocates it at once. None: no device
+                reads it.
 
         Raises: OSError if the system does not map so much.
         """
@@ -86,9 +86,11 @@ class BlockMemory:
         count = capacity_bytes // self._stride_bytes
         arena = HostArena([block_bytes] * count, prefault=False)
         # A device copies from pinned memory only without making the host wait.
-        self._most_lent = int(count * LENT_SHARE) if pin is None or pin(arena) else 0
+        lendable = count if pin is None else pin(arena)
+        self._pageable = frozenset(arena.buffers[lendable:])
+        self._most_lent = int(lendable * LENT_SHARE)
         self._lent = 0
-        self._free = arena.buffers
+        self._free = arena.buffers[::-1]  # those that can be lent are used first
         self._policy_name = policy
         order = new_policy(policy)
         self._tenants = TenantPolicy(order, tenant_rules) if tenant_rules else None
@@ -137,18 +139,27 @@ class BlockMemory:
     # ---- blocks; each is used between a call that returns it and `release` ----
 
     def use(
-        self, digest: Digest, key: BlockKey, *, counts: bool, least_bytes: int = 0
+        self,
+        digest: Digest,
+        key: BlockKey,
+        *,
+        counts: bool,
+        least_bytes: int = 0,
+        to_lend: bool = False,
     ) -> HeldBlock | None:
         """A stored block, to be read; None if there is none.
 
         Args:
             counts: the read is an access, for eviction.
             least_bytes: None as well if the payload has fewer.
+            to_lend: None as well if its memory is not pinned for the device.
         """
         now_s = time.monotonic()
         with self._lock:
             block = self._blocks.get((digest, key))
             if block is None or not block.whole or block.size_bytes < least_bytes:
+                return None
+            if to_lend and block.buffer in self._pageable:
                 return None
             block.users += 1
             if counts and not self._accesses.is_announced(digest, key, now_s):
@@ -158,13 +169,13 @@ class BlockMemory:
     def lend(
         self, digest: Digest, key: BlockKey, *, counts: bool, least_bytes: int = 0
     ) -> LentBlock | None:
-        """As `use`. None also if LENT_SHARE of the blocks are lent, or if the memory cannot be
-        pinned for the device."""
+        """As `use`. None also if LENT_SHARE of the blocks that can be lent are lent, or if this
+        one's memory is not pinned for the device."""
         with self._lock:
             if self._lent >= self._most_lent:
                 return None
             self._lent += 1
-        block = self.use(digest, key, counts=counts, least_bytes=least_bytes)
+        block = self.use(digest, key, counts=counts, least_bytes=least_bytes, to_lend=True)
         if block is not None:
             return LentBlock(block.buffer, functools.partial(self._take_back, block))
         with self._lock:
