@@ -41,6 +41,8 @@ STEPS = {
     "copies beside products": "speed:cake_copies",
     "decoding": "encoded:decoding",
     "launches": "speed:launches",
+    "pinning": "memory:pinning",
+    "waiting slots": "memory:waiting_slots",
     "kernels of SGLang": "sglang_kernels:sglang_kernels",
     "overlap": "overlap:overlap",
     "compute-sanitizer": "sanitizer:sanitizer",

@@ -40,6 +40,7 @@ class Size:
         gemms: how many of them are one load.
         blocks: how many of them a measurement of copies moves, or twice as many.
         turns: of the check of reused slots.
+        pinned_bytes: host memory that is pinned beside launches, at most.
         has_goals: figures must reach the goals. Where everything is tiny, fixed times rule.
     """
 
@@ -55,6 +56,7 @@ class Size:
     gemms: int
     blocks: int
     turns: int
+    pinned_bytes: int
     has_goals: bool
 
     def at_most(self, limit: float, what: str, value: float, unit: str = "") -> Finding:
@@ -79,6 +81,7 @@ FULL = Size(
     gemms=300,
     blocks=48,
     turns=240,
+    pinned_bytes=16 * 10**9,
     has_goals=True,
 )
 SMALL = Size(
@@ -94,13 +97,14 @@ SMALL = Size(
     gemms=20,
     blocks=6,
     turns=60,
+    pinned_bytes=2 * 10**8,
     has_goals=False,
 )
 
 
 def pinned(sizes_bytes: Sequence[int], device: torch.device) -> list[Buffer]:
     """Host memory as a server has it: one mapping, registered with CUDA. Raises: RuntimeError."""
-    arena = HostArena(sizes_bytes, prefault=True)
+    arena = HostArena(sizes_bytes, prefault=False)
     if pin(arena, device) < len(arena.buffers):
         raise RuntimeError("host memory cannot be pinned: see the log")
     return arena.buffers

@@ -1,9 +1,11 @@
 """The GPU checks run up to the calls of CUDA, for which a device that is made up stands in."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from benchmarks.gpu import (
     end_states,
     environment,
     exact,
+    memory,
     overlap,
     sanitizer,
     serve,
@@ -29,7 +32,8 @@ from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load, not_run
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.integration.memory import kv_pool
+from sglang_cake.integration.memory import host_pools, kv_pool
+from sglang_cake.integration.memory.host_pools import PIN_BYTES
 from sglang_cake.integration.memory.kv_pool import CudaKV
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +147,7 @@ def test_gpu_check_decoded_blocks_are_compared(eager: None, codec: str) -> None:
     "step",
     [
         *(speed.memcpy, speed.row_kernel, speed.cake_copies, speed.launches),
-        *(sanitizer.sanitized, end_states.end_states),
+        *(sanitizer.sanitized, end_states.end_states, memory.pinning, memory.waiting_slots),
     ],
     ids=lambda step: step.__name__,
 )
@@ -155,6 +159,64 @@ def test_gpu_check_other_steps_run(eager: None, step: Callable[..., Iterator[Fin
 
 def test_gpu_check_decoding_is_measured(eager: None) -> None:
     assert len(list(encoded.decoding(SMALL, CPU))) == 3 * len(encoded.CODECS)
+
+
+class LockedCuda:
+    """`cudart` with time of its own: a call takes 1 s a GB, and launches are in between."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._now_s = self._launched_s = 0.0
+
+    def perf_counter(self) -> float:
+        """Called after each launch."""
+        with self._turn:
+            self._launched_s = self._now_s
+            self._turn.notify_all()
+            return self._now_s
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        with self._turn:
+            self._now_s += size_bytes / 1e9
+            assert self._turn.wait_for(lambda: self._launched_s == self._now_s, 60.0)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("chunk_bytes", "well"), [(PIN_BYTES // 8, True), (2**40, False)])
+def test_gpu_check_pinning_shows_forwards_that_wait(
+    monkeypatch: pytest.MonkeyPatch, eager: None, chunk_bytes: int, well: bool
+) -> None:
+    cuda = LockedCuda()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(memory, "time", cuda)
+    monkeypatch.setattr(host_pools, "PIN_BYTES", chunk_bytes)
+    found = list(memory.pinning(replace(SMALL, has_goals=True), CPU))
+    assert found[-1].ok is well
+    times = {each.what: each.value for each in found[:-1]}
+    size_bytes = float(times["host memory"]) * 1e9
+    assert times["longest time between launches, in one call"] == pytest.approx(size_bytes / 1e6)
+    assert times["longest time between launches, in chunks"] == pytest.approx(
+        min(chunk_bytes, size_bytes) / 1e6
+    )
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_gpu_check_waiting_slots_show_lists_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch, eager: None, well: bool
+) -> None:
+    def memory_allocated(device: torch.device) -> int:
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        memories = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+        return sum(each.nbytes() for each in memories.values())
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", memory_allocated)
+    if not well:
+        monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+    *_, kept = memory.waiting_slots(replace(SMALL, has_goals=True), CPU)
+    assert kept.ok is well
 
 
 def test_gpu_check_sizes_are_those_of_llama_3_8b() -> None:
@@ -265,7 +327,7 @@ def test_gpu_check_arguments_name_steps() -> None:
 def test_gpu_check_steps_exist() -> None:
     modules = {"environment": environment, "exact": exact, "speed": speed, "encoded": encoded}
     modules |= {"overlap": overlap, "sanitizer": sanitizer, "end_states": end_states}
-    modules |= {"sglang_kernels": sglang_kernels}
+    modules |= {"sglang_kernels": sglang_kernels, "memory": memory}
     for place in (check.STEPS | check.INNER).values():
         module, _, function = place.partition(":")
         assert callable(getattr(modules[module], function))
@@ -307,9 +369,10 @@ stand_ins.install()
 import pytest, torch
 from fake_cuda import install
 from benchmarks.gpu import environment, exact, measuring, overlap, sanitizer, speed
-from benchmarks.gpu import sglang_kernels
+from benchmarks.gpu import memory, sglang_kernels
 install(pytest.MonkeyPatch(), 0, eager=True)
-for step in sglang_kernels.sglang_kernels, overlap.overlap:
+steps = memory.pinning, memory.waiting_slots, sglang_kernels.sglang_kernels, overlap.overlap
+for step in steps:
     for each in step(measuring.SMALL, torch.device("cpu")):
         print(json.dumps(asdict(each)))
 """
