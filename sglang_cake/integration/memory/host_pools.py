@@ -99,7 +99,7 @@ def pin(arena: HostArena, device: torch.device) -> int:
     buffers = start = 0
     for next_buffers, stop in _chunks(arena):
         # Otherwise CUDA allocates the pages, and all other calls wait for that. This is also the
-        # pause in which they get their turn: CUDA's lock is not fair. Without one, a launch waited
+        # pause in which they run: CUDA's lock is not fair. Without one, a launch waited
         # 2 s for registrations of 1 GB (as above).
         arena.touch(start, stop)
         chunk = arena.address + start, stop - start
@@ -144,7 +144,7 @@ def _unpin(pinned: list[tuple[int, int]], device: torch.device) -> None:
         for address, size_bytes in pinned:
             begun_s = time.perf_counter()
             result = cudart.cudaHostUnregister(address)
-            # Threads that wait for CUDA get their turn, as in `pin`.
+            # Threads that wait for CUDA run meanwhile, as in `pin`.
             time.sleep(time.perf_counter() - begun_s)
             if int(result) != 0:
                 failed_bytes += size_bytes
