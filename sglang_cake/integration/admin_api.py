@@ -9,12 +9,12 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import CakeError, ConfigError
-from sglang_cake.integration.boundary import BOUNDARY, register
-from sglang_cake.integration.compat import answer_without_admin_key, is_hooked, tokenizer_manager
+from sglang_cake.integration.boundary import BOUNDARY, register_and_apply
+from sglang_cake.integration.compat import answer_without_admin_key, tokenizer_manager
 from sglang_cake.stores.open_store import check_sources, parse_sources
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def install(config: CakeConfig) -> None:
     """Install the hook of the HTTP server. Called when the process is known to serve HTTP, which it
     is not while plugins are loaded."""
     _EndpointState.store = config.store
-    if not is_hooked(_SERVER):
-        register(_SERVER, _add_route, HookType.BEFORE)
-        HookRegistry.apply_hooks()
+    register_and_apply(_SERVER, _add_route, HookType.BEFORE)
 
 
 class _EndpointState:

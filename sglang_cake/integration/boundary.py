@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_cake.integration.compat import apply_last_hook, registered_hooks
+
 if TYPE_CHECKING:
     from sglang_cake.integration.metrics import FailureMetrics
 
@@ -209,6 +211,15 @@ def register(
 
     BOUNDARY.hooks[name].append(guarded_hook)
     HookRegistry.register(function, guarded_hook, kind)
+
+
+def register_and_apply(function: str, hook: Callable[..., Any], kind: HookType) -> None:
+    """`register` after SGLang has applied the hooks of all plug-ins: the hook is applied at once.
+    If the function has a hook of ours, nothing happens."""
+    name = ".".join(function.split(".")[-2:])
+    if not any(each in BOUNDARY.hooks[name] for each in registered_hooks(function)):
+        register(function, hook, kind)
+        apply_last_hook(function)
 
 
 class OriginalFunction:

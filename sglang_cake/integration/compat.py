@@ -198,11 +198,22 @@ def _parameters(head: str) -> str:
 # ---- private names ----
 
 
-def is_hooked(function: str) -> bool:
-    """Whether SGLang's registry has replaced a function already."""
+def registered_hooks(function: str) -> list[Any]:
+    """The hooks of a function in SGLang's registry, those of other plug-ins included."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return function in HookRegistry._patched
+    return [hook for _, hook, _ in HookRegistry._hooks.get(function, ())]
+
+
+def apply_last_hook(function: str) -> None:
+    """Have SGLang call the last registered hook of a function from now on. `apply_hooks` leaves it
+    out if the function has hooks that are applied already."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if function in HookRegistry._patched:
+        HookRegistry._apply_target(function, HookRegistry._hooks[function][-1:])
+    else:
+        HookRegistry.apply_hooks()
 
 
 def reduce_min(tree: "UnifiedRadixCache", tensor: "torch.Tensor") -> None:

@@ -41,10 +41,9 @@ def register() -> None:
         register_radix_cache_backend(flags.BACKEND, _build)
         scheduler_hooks.install()
         weight_hooks.install()
-        response_stats.install_meta_info()
         forward_hook.install()
         media.install()
-        response_stats.install_cached_tokens()
+        response_stats.install()
 
 
 def _build(ctx: "TreeCacheBuildContext") -> "BasePrefixCache":

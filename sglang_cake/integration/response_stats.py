@@ -9,11 +9,11 @@ and splits them by where they were. Responses, their streams, OpenAI's `sglext` 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.keys import Span
-from sglang_cake.integration.boundary import register
-from sglang_cake.integration.compat import has_split_cached_tokens, is_hooked
+from sglang_cake.integration.boundary import register, register_and_apply
+from sglang_cake.integration.compat import has_split_cached_tokens
 from sglang_cake.stores.url import split_urls
 
 if TYPE_CHECKING:
@@ -27,13 +27,12 @@ _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerO
 def install_meta_info() -> None:
     """Install the hook in the process that answers requests. Called when the process is known to be
     that one, which it is not while plugins are loaded."""
-    if not is_hooked(_META_INFO):
-        register(_META_INFO, _unwrap, HookType.AFTER)
-        HookRegistry.apply_hooks()
+    register_and_apply(_META_INFO, _unwrap, HookType.AFTER)
 
 
-def install_cached_tokens() -> None:
-    """Register the hook of the scheduler's statistics. Call while plugins are being loaded."""
+def install() -> None:
+    """Register the hooks of a child. Call while plugins are being loaded."""
+    register(_META_INFO, _unwrap, HookType.AFTER)
     register(f"{_STREAMER}.get_cached_tokens_details", _details, HookType.AFTER)
 
 

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import logging
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ import pytest
 pytest.importorskip("sglang")
 
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from distributions import install
 from faults import Fault, replace
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.plugins import GENERAL_PLUGINS_GROUP as PLUGINS
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from warm import run_forked
 
 import sglang_cake
 from sglang_cake.config import ENABLED_ENV
@@ -81,6 +85,81 @@ def _raise(own: Callable[..., Any]) -> Callable[..., Any]:
         raise Fault(own.__name__)
 
     return fail
+
+
+# ---- beside other plug-ins ----
+
+OTHER_PLUGIN = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
+SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+
+
+def register():
+    HookRegistry.register(MANAGER, meta_info, HookType.AFTER)
+    HookRegistry.register(SERVER, serve, HookType.REPLACE)
+
+
+def meta_info(_, manager, meta_info, *args):
+    meta_info["hooks"].append("other")
+
+
+def serve():
+    from sglang.srt.entrypoints.http_server import app
+    print("PATHS", *(getattr(route, "path", "") for route in app.router.routes))
+"""
+# `sys.path` decides the order in which SGLang loads plug-ins.
+ANSWER = """
+import sys
+from types import SimpleNamespace
+sys.path.insert({place}, {site!r})
+from sglang.srt.plugins import load_plugins
+load_plugins()
+{launch}
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+manager = SimpleNamespace(_accumulate_request_meta_info=lambda *args: None)
+state = SimpleNamespace(customized_info_accumulated={{"cake": [{{"loaded_tokens": 1}}]}})
+meta_info = {{"hooks": []}}
+TokenizerManager.update_request_meta_info(manager, meta_info, state, {{}}, 0, None)
+print("META", meta_info)
+"""
+LAUNCH = """
+from sglang.srt.server_args import prepare_server_args
+for _ in range(2):  # a process may build several engines
+    flags = ["--device", "cpu", "--attention-backend", "torch_native", "--enable-cake"]
+    prepare_server_args(["--model-path", "none", *flags]).resolve_once()
+from sglang.srt.entrypoints import http_server
+http_server._setup_and_run_http_server()
+"""
+
+
+def _answer_beside_other_plugin(folder: Path, launch: str, *, first: bool) -> str:
+    """What a process of a server prints that has a second plug-in with hooks of the same functions.
+
+    Args: first: whether SGLang loads that plug-in before cake.
+    """
+    site, program = folder / "site", folder / "program.py"
+    install(site, "cake_other_plugin", PLUGINS, "other = cake_other_plugin:register")
+    (site / "cake_other_plugin.py").write_text(OTHER_PLUGIN)
+    place = "0" if first else "len(sys.path)"
+    program.write_text(ANSWER.format(place=place, site=str(site), launch=launch))
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "XDG_CACHE_HOME": str(folder)}
+    env |= {"XDG_CONFIG_HOME": str(folder)} | ({} if launch else {ENABLED_ENV: "1"})
+    said = run_forked([sys.executable, str(program)], env, folder, timeout_s=240).stdout
+    assert "META {'hooks': ['other'], 'cake': {'loaded_tokens': 1}}" in said, said[-3000:]
+    return said
+
+
+def test_launcher_beside_a_plugin_with_the_same_hooks_has_both(tmp_path: Path) -> None:
+    """Hooks of the launcher come after those that SGLang applies when it has loaded plug-ins."""
+    said = _answer_beside_other_plugin(tmp_path, LAUNCH, first=True)
+    (paths,) = (line.split() for line in said.splitlines() if line.startswith("PATHS "))
+    assert paths.count(admin_api.PATH) == 1
+
+
+def test_child_beside_a_plugin_that_is_loaded_later_has_hooks_of_both(tmp_path: Path) -> None:
+    _answer_beside_other_plugin(tmp_path, "", first=False)
 
 
 # ---- every hook ----
