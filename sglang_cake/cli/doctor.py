@@ -85,10 +85,10 @@ def add_parser(subparsers: Any) -> None:
 async def _doctor(args: argparse.Namespace) -> int:
     # SGLang asks a model hub, and logs, unless it is told before it is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.pop("SGLANG_USE_MODELSCOPE", None)
+    modelscope = os.environ.pop("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true")
     logging.basicConfig(level=logging.CRITICAL)
     warnings.simplefilter("ignore")
-    found = await findings(args.server_flags)
+    found = await findings(args.server_flags, modelscope=modelscope)
     mend = [each for each in found if each.state == "mend"]
     if args.json:
         print(json.dumps({"fine": not mend, "lines": [asdict(each) for each in found]}))
@@ -100,8 +100,10 @@ async def _doctor(args: argparse.Namespace) -> int:
     return 1 if mend else 0
 
 
-async def findings(argv: Sequence[str]) -> list[Finding]:
+async def findings(argv: Sequence[str], *, modelscope: bool) -> list[Finding]:
     """All lines of the page, for the flags of a server.
+
+    Args: modelscope: whether the server takes models from ModelScope.
 
     Raises: ConfigError for a wrong value; SystemExit for a wrong flag, after SGLang's usage.
     """
@@ -125,17 +127,16 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
     file = server_check.config_file(record)
     try:
         if file is None:
-            raise ConfigError(
-                f"there is no config.json of {record.model_path} on this machine: download the "
-                "model, or name a folder that has one"
-            )
-        server = server_check.resolve(record, config)
-        found.append(_ok("model", server.kinds))
-        shape = find_shape(str(file))
-        if shape.unmodelled is not None:
-            text = f"{shape.unmodelled}: memory, tokens and gain are not predicted"
-            found.append(Finding("note", "model", text))
-            shape = None
+            elsewhere = server_check.config_elsewhere(record, modelscope=modelscope)
+            found.append(_no_config(record.model_path, elsewhere))
+        else:
+            server = server_check.resolve(record, config)
+            found.append(_ok("model", server.kinds))
+            shape = find_shape(str(file))
+            if shape.unmodelled is not None:
+                text = f"{shape.unmodelled}: memory, tokens and gain are not predicted"
+                found.append(Finding("note", "model", text))
+                shape = None
     except ConfigError as error:
         if str(error) in faults:
             found.append(Finding("note", "model", "was not checked: settings are refused"))
@@ -198,6 +199,14 @@ def _no_sglang(error: ImportError | OSError) -> Finding:
     else:
         text = f"cannot be imported ({error}): without a GPU, run `sglang-cake patch apply`"
     return Finding("mend", "SGLang", text)
+
+
+def _no_config(model: str, elsewhere: str | None) -> Finding:
+    if elsewhere is None:
+        text = f"there is no config.json of {model} on this machine: download the model, or name a "
+        return Finding("mend", "model", text + "folder that has one")
+    text = f"was not checked: SGLang reads the configuration of {model} from {elsewhere}. Memory, "
+    return Finding("note", "model", text + "tokens and gain are not predicted")
 
 
 def _repairs() -> Finding:

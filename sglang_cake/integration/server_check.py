@@ -4,6 +4,7 @@ SGLang's plug-ins are not loaded here, so cake's hooks do not act. Nothing is do
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -115,6 +116,21 @@ def config_file(record: ServerArgs) -> Path | None:
         return file if file.is_file() else None
     except (ConfigError, OSError):  # OSError: a folder that may not be entered
         return None
+
+
+def config_elsewhere(record: ServerArgs, *, modelscope: bool) -> str | None:
+    """Where SGLang reads the configuration of a model that needs no `config.json` on this machine;
+    None: it reads that file.
+
+    Args: modelscope: whether SGLang asks ModelScope for names of models.
+    """
+    path = record.model_path
+    if "://" in path:
+        return "a URL"
+    # A name on Hugging Face has a colon before a quantisation: `owner/repository:Q4_K_M`.
+    if os.path.isfile(path) or path.endswith(".gguf") or ":" in path:
+        return "a GGUF file"
+    return "ModelScope" if modelscope and not os.path.exists(path) else None
 
 
 def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:

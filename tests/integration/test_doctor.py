@@ -230,6 +230,32 @@ def test_doctor_model_that_is_not_here_is_to_mend_and_not_downloaded(
 
 
 @pytest.mark.parametrize(
+    ("model", "modelscope", "place"),
+    [
+        ("{tmp_path}/model.gguf", "0", "a GGUF file"),
+        ("owner/repository:Q4_K_M", "0", "a GGUF file"),
+        ("owner/repository/model-Q4_K_M.gguf", "0", "a GGUF file"),
+        ("s3://bucket/model", "0", "a URL"),
+        ("owner/repository", "true", "ModelScope"),
+    ],
+)
+def test_doctor_model_whose_configuration_is_no_file_is_a_note(
+    tmp_path: Path, hub: tuple[str, list[str]], model: str, modelscope: str, place: str
+) -> None:
+    url, asked = hub
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    environment["SGLANG_USE_MODELSCOPE"] = modelscope
+    path = model.format(tmp_path=tmp_path)
+    status, lines = ask(tmp_path, "--model-path", path, **environment)
+    ((state, text),) = lines["model"]
+    assert (status, state) == (0, "note")
+    assert f"was not checked: SGLang reads the configuration of {path} from {place}." in text
+    assert lines["store"][0][0] in ("ok", "note"), "stores are checked all the same"
+    assert asked == []
+
+
+@pytest.mark.parametrize(
     ("flags", "line"),
     [
         (["--cake-block-tokens", "0"], "--cake-block-tokens: '0' is not possible"),
