@@ -24,6 +24,7 @@ from sglang_cake.stores.url import DEFAULT_POLICY, parse_size
 ENVIRONMENT_PREFIX: Final = "SGLANG_CAKE_"
 CONFIG_ENV: Final = "SGLANG_CAKE_CONFIG"  # path of a settings file
 ENABLED_ENV: Final = "SGLANG_CAKE_ENABLED"  # not a setting: tells child processes that cake is on
+CHILD_OF_CAKE: Final = "child"  # its value; another one is a user's, who takes it for a switch
 
 _BLOCK_TOKENS: Final = 128
 _FILE_TYPES: Final = ".toml, .json, .yaml, .yml"

@@ -13,6 +13,7 @@ before one without cake is configured.
 
 import argparse
 import difflib
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from sglang_cake.config import (
+    CHILD_OF_CAKE,
     ENABLED_ENV,
     NAMES,
     CakeConfig,
@@ -44,6 +46,7 @@ from sglang_cake.stores.open_store import check_sources, parse_sources
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger("sglang_cake")
 BACKEND = "cake"
 
 _RAY_ENGINE = "sglang.srt.ray.engine"
@@ -159,7 +162,7 @@ def resolve_once(original: Any, record: "ServerArgs") -> None:
 
 def is_enabled_child() -> bool:
     """Whether this process is the child of a launcher that enabled cake."""
-    return os.environ.get(ENABLED_ENV) == "1"
+    return os.environ.get(ENABLED_ENV) == CHILD_OF_CAKE
 
 
 def enable_in_ray_worker(record: "ServerArgs") -> bool:
@@ -352,9 +355,15 @@ def _exit(error: ConfigError) -> NoReturn:
 
 def _enable_children() -> None:
     """Have children of this process load all hooks."""
-    os.environ[ENABLED_ENV] = "1"
+    os.environ[ENABLED_ENV] = CHILD_OF_CAKE
 
 
 def _disable_children() -> None:
     """Undo `_enable_children`, so that a server without cake inherits nothing."""
-    os.environ.pop(ENABLED_ENV, None)
+    value = os.environ.pop(ENABLED_ENV, CHILD_OF_CAKE)
+    if value != CHILD_OF_CAKE:
+        logger.warning(
+            "cake is off: %s=%s has no effect: add --enable-cake, or enable_cake=True in Python",
+            ENABLED_ENV,
+            value,
+        )

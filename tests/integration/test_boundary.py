@@ -25,7 +25,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from warm import run_forked
 
 import sglang_cake
-from sglang_cake.config import ENABLED_ENV
+from sglang_cake.config import CHILD_OF_CAKE, ENABLED_ENV
 from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.integration import admin_api, plugin, response_stats
 from sglang_cake.integration.boundary import (
@@ -73,7 +73,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> "dict[str, list[Any]]":
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     monkeypatch.setattr("sglang.srt.mem_cache.registry._RADIX_CACHE_REGISTRY", {})
-    monkeypatch.setenv(ENABLED_ENV, "1")
+    monkeypatch.setenv(ENABLED_ENV, CHILD_OF_CAKE)
     plugin.register()
     response_stats.install_meta_info()
     admin_api.install(SimpleNamespace(store=None))  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def _answer_beside_other_plugin(folder: Path, launch: str, *, first: bool) -> st
     place = "0" if first else "len(sys.path)"
     program.write_text(ANSWER.format(place=place, site=str(site), launch=launch))
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "XDG_CACHE_HOME": str(folder)}
-    env |= {"XDG_CONFIG_HOME": str(folder)} | ({} if launch else {ENABLED_ENV: "1"})
+    env |= {"XDG_CONFIG_HOME": str(folder)} | ({} if launch else {ENABLED_ENV: CHILD_OF_CAKE})
     said = run_forked([sys.executable, str(program)], env, folder, timeout_s=240).stdout
     assert "META {'hooks': ['other'], 'cake': {'loaded_tokens': 1}}" in said, said[-3000:]
     return said

@@ -19,6 +19,7 @@ from warm import Forked, run_forked
 
 pytest.importorskip("sglang")
 
+from sglang_cake.config import CHILD_OF_CAKE, ENABLED_ENV
 from sglang_cake.integration import compat
 
 PROBE = Path(__file__).with_name("probe_flags.py")
@@ -235,7 +236,7 @@ def test_flags_resolved_settings_travel_with_the_server_args(
         {"argv": [*argv, "--radix-cache-backend", "cake"], "env": user, "resolve": True},
         {"argv": [*argv, "--enable-cake"], "env": {"SGLANG_CAKE_MOD": "load"}},
     )
-    assert on["env"]["SGLANG_CAKE_ENABLED"] == "1"
+    assert on["env"]["SGLANG_CAKE_ENABLED"] == CHILD_OF_CAKE
     assert on["settings"]["mode"] == "load"  # flag before file
     assert on["settings"]["block_tokens"] == 32  # environment before file
     assert on["settings"]["queue_depth"] == 9  # file before default
@@ -278,7 +279,7 @@ def test_engine_keywords_set_settings_and_bad_ones_raise(
     assert "cake_stores: unknown setting, did you mean cake_store?" in unknown["error"]
     assert "cake_store has no effect without enable_cake=True" in lonely["error"]
     assert "no multiple of the page size 48" in paged["error"]
-    assert by_hand["env"]["SGLANG_CAKE_ENABLED"] == "1"
+    assert by_hand["env"]["SGLANG_CAKE_ENABLED"] == CHILD_OF_CAKE
     assert all(result["stderr"] == [] for result in (bad, unknown, lonely, paged))
 
 
@@ -520,6 +521,23 @@ print(json.dumps({{
         "resolve_once",
     ]
     assert not (tmp_path / "home" / "sglang_cake").exists(), "no store folder is made"
+
+
+def test_flags_variable_of_children_set_by_a_user_is_ignored_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_cake.integration import flags
+
+    record = SimpleNamespace(radix_cache_backend=None)
+    for value, warnings in (("1", 1), ("true", 1), (CHILD_OF_CAKE, 0)):
+        monkeypatch.setenv(ENABLED_ENV, value)
+        caplog.clear()
+        for _ in range(2):  # of several engines in a process, the first one
+            assert flags.from_cli_args(lambda cls, args: record, object, Namespace()) is record
+        assert ENABLED_ENV not in os.environ
+        said = [each.getMessage() for each in caplog.records]
+        line = f"cake is off: SGLANG_CAKE_ENABLED={value} has no effect: add --enable-cake"
+        assert [each[: len(line)] for each in said] == [line] * warnings
 
 
 def test_flags_enable_cake_without_the_hook_that_reads_it_is_refused(

@@ -18,7 +18,7 @@ from kv_pools import since_0_5_23
 from registered_hooks import hooks_of
 from sglang.srt.mem_cache import registry
 
-from sglang_cake.config import ENABLED_ENV
+from sglang_cake.config import CHILD_OF_CAKE, ENABLED_ENV
 from sglang_cake.integration import plugin
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
@@ -177,7 +177,7 @@ def test_prefill_adder_window_that_is_computed_again_counts_in_the_chunk(
 def test_window_replay_plugin_restarts_windows_of_requests_that_blocks_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(ENABLED_ENV, "1")
+    monkeypatch.setenv(ENABLED_ENV, CHILD_OF_CAKE)
     monkeypatch.setattr(registry, "register_radix_cache_backend", lambda *args: None)
     monkeypatch.delitem(sys.modules, "sglang.srt.entrypoints.engine", raising=False)
     prepare = hooks_of(plugin.register)["prepare_for_extend"]

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_cake.config import CakeConfig
+from sglang_cake.config import CHILD_OF_CAKE, CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import flags
 
@@ -52,7 +52,7 @@ def test_ray_actor_loads_plugins_with_the_settings_of_the_launcher(
     record = SimpleNamespace(_cake_config=CakeConfig(mode="load", queue_depth=7))
     ray_actors.SchedulerActor(server_args=record, tp_rank=1)
     environment, arguments = created
-    assert environment.items() >= (NODE | {"SGLANG_CAKE_ENABLED": "1"}).items()
+    assert environment.items() >= (NODE | {"SGLANG_CAKE_ENABLED": CHILD_OF_CAKE}).items()
     config = flags.settings_of(record)
     assert (config.mode, config.queue_depth, config.store) == ("load", 7, None)
     assert arguments == ((record,), {"tp_rank": 1})
