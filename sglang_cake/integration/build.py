@@ -188,6 +188,7 @@ class CakeService:
         alone = parallel.attn_tp_size == 1
         reducer = None if alone else partial(reduce_min, tree)
         self._consensus = RankConsensus(reducer)
+        self._consensus.await_ranks()
         machines = self._consensus.gathered(
             _machine(ctx), parallel.attn_tp_rank, parallel.attn_tp_size
         )

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -423,6 +424,27 @@ def test_rank_consensus_settings_of_a_machine_may_differ() -> None:
         queue_depth=8,
     )
     assert checked_settings((CakeConfig(), 1, "0.2.0"), (own, 1, "0.2.0")) == ["", ""]
+
+
+def test_rank_consensus_rank_without_cake_is_an_error_that_names_the_switch() -> None:
+    """That rank goes on to other collective operations of SGLang."""
+    ended = threading.Event()
+    with pytest.raises(ConfigError, match="another node was started without --enable-cake"):
+        RankConsensus(lambda tensor: bool(ended.wait())).await_ranks(timeout_s=0.0)
+    ended.set()
+
+
+def test_rank_consensus_ranks_that_all_have_cake_go_on() -> None:
+    on_gloo(lambda consensus, rank: consensus.await_ranks(), 2)
+    RankConsensus(None).await_ranks(timeout_s=0.0)
+
+
+def test_rank_consensus_group_that_fails_while_ranks_are_awaited_is_its_error() -> None:
+    def fail(tensor: torch.Tensor) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        RankConsensus(fail).await_ranks()
 
 
 def test_rank_consensus_single_rank_has_no_settings_to_compare() -> None:

@@ -28,10 +28,13 @@ import torch
 
 from sglang_cake.config import NAMES, CakeConfig, as_flag
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.threads import DaemonPool
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 
+# By then SGLang has loaded the model on all ranks: it waits for the slowest one before.
+START_S = 300.0
 _HEAD = 4  # numbers of a request before those of its blocks
 _NO_RECORD = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
@@ -103,6 +106,26 @@ class RankConsensus:
     def alone(self) -> bool:
         """Whether there is one rank."""
         return self._reduce_min is None
+
+    def await_ranks(self, timeout_s: float = START_S) -> None:
+        """Every rank must call this before it reduces anything else. A node that was started
+        without cake does not, and its scheduler would be waited for until the group's own timeout,
+        half an hour by default.
+
+        Raises: ConfigError if a rank is not there in time; what the reduction raises.
+        """
+        if self._reduce_min is None:
+            return
+        waiting = DaemonPool(1, "cake-ranks")  # a reduction cannot be interrupted
+        try:
+            waiting.submit(self._reduce_min, torch.zeros(1, dtype=torch.float64)).result(timeout_s)
+        except TimeoutError:
+            raise ConfigError(
+                f"another rank of this server has not started cake within {timeout_s:g} s: it "
+                "hangs, or another node was started without --enable-cake: give it to every node"
+            ) from None
+        finally:
+            waiting.shutdown(wait=False)
 
     def everywhere(self, here: bool) -> bool:
         """Whether something is so on every rank. Every rank must call this at the same point."""
