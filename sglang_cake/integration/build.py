@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
@@ -109,6 +110,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     assert isinstance(tree, CakeRadixCache)
     service = CakeService(ctx, tree, config)
     tree.coordinator = service.coordinator
+    tree.decode_tokens = get_alloc_reserve_per_decode()
     tree.saving = service.saving
     tree.service = service
     _join_forwards(ctx, tree, service, config)

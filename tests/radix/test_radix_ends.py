@@ -487,6 +487,31 @@ def test_radix_ends_windows_kept_for_answers_leave_room_for_a_window(chunk_token
     assert kept == {True, False}
 
 
+@pytest.mark.parametrize("page", [1, 16])
+def test_radix_ends_windows_kept_for_answers_leave_room_for_drafts(page: int) -> None:
+    """SGLang retracts requests if the pool lacks slots for the drafts of all, also in the step
+    after it has admitted a prompt."""
+    side = HybridTree(config_of(SWA, slots=1600, page=page), block=64)
+    chunk_tokens, draft_tokens = 896, 32
+    side.tree.coordinator.step_costs.chunk_tokens = chunk_tokens
+    side.tree.decode_tokens = draft_tokens
+    requests = [side.start(range(1000 * number, 1000 * number + 16), 16) for number in range(8)]
+    windows, kept, fits = side.allocator.swa_attn_allocator, set(), []
+    for token in range(80):
+        prompt = windows.alloc(chunk_tokens)
+        fits.append(
+            side.allocator.check_decode_capacity(
+                num_tokens=len(requests) * draft_tokens, tree_cache=side.tree
+            )
+        )
+        windows.free(prompt)
+        for req in requests:
+            side.decode(req, [token])
+            kept.add(side.tree.swa_retain_floor(req) is not None)
+    assert all(fits)
+    assert kept == {True, False}
+
+
 def test_radix_ends_windows_are_not_kept_for_answers_that_are_not_stored() -> None:
     side = tree_of("window")
     coordinator, floor = side.tree.coordinator, side.tree.swa_retain_floor

@@ -66,6 +66,7 @@ class CakeRadixCache(UnifiedRadixCache):
     copier: "Copier | None" = None
     joined: "WeakSet[Req] | None" = None
     releasing: str | None = None
+    decode_tokens: int = 2  # SGLang reserves as many slots of a request for a step that decodes
     _window_start: int | None = None  # the checkpoint under way keeps windows from this token on
 
     # ---- what SGLang calls: each method calls SGLang's own once, outside of the guarded part ----
@@ -517,12 +518,13 @@ class CakeRadixCache(UnifiedRadixCache):
         allocator, rows = self.token_to_kv_pool_allocator, self.req_to_token_pool
         free = allocator.swa_available_size() + self.swa_evictable_size()
         # For a prompt: a chunk, or a window if that is larger, the window that its match locks, and
-        # a page. For each live request, a page more, since those that decode take some before the
-        # prompt is admitted.
-        pages = 1 + rows.size - rows.available_size()
+        # a page. For each live request, the pages for its next tokens and drafts, since those that
+        # decode take some before the prompt is admitted.
+        live, page_tokens = rows.size - rows.available_size(), int(self.page_size)
+        pages = 1 + live * -(-self.decode_tokens // page_tokens)
         window_tokens = self.ends.window_tokens
         needed = max(coordinator.step_costs.chunk_tokens, window_tokens) + window_tokens
-        needed += pages * int(self.page_size)
+        needed += pages * page_tokens
         return None if free < max(needed, allocator.size_swa * SCARCE_WINDOWS) else start
 
     def _map_window(self, slots: torch.Tensor, window: torch.Tensor) -> None:
