@@ -900,6 +900,15 @@ def test_identity_update_with_scales_of_kv_before_or_after_it_is_private(
     assert one.identity.is_private
 
 
+def test_identity_private_update_names_the_format_of_its_files(tmp_path: Path) -> None:
+    """`store describe` shows it."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0), layers=[_attention(0.5)])
+    one.identity.start()
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "pt", None)
+    assert one.identity.is_private
+    assert one.published[-1].describe()["format"] == "pt"
+
+
 def test_identity_update_with_hooks_in_the_model_is_private(tmp_path: Path) -> None:
     """They change the computation with any weights."""
     one = Named(_checkpoint(tmp_path / "a", 1.0), forward_hooks=[{"name": "h"}])

@@ -853,7 +853,7 @@ class Identity:
         self._loaded = loaded
         self._runner = ctx.tp_worker.model_runner
         self._had_scales = False
-        self._had_hidden = False
+        self._had_hidden_tensors = False
         self._look_at_model()
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
@@ -923,17 +923,17 @@ class Identity:
         """
         self._fields["weight_version"] = version or str(self._values.weight_version)
         known = None if load_format is None else kv_settings.file_format(load_format)
+        if known is not None:
+            self._fields["format"] = known
         self._look_at_model()
         if (
             known is None
             or self._had_scales
-            or self._had_hidden
+            or self._had_hidden_tensors
             or self._loaded.drafts  # those may have changed too
             or kv_settings.private_setting(self._values, self._defaults) is not None
         ):
             files = None
-        else:
-            self._fields["format"] = known
         begun = self._configuration
         complete = None if begun is None or self._lost else begun.tensors
         self._start(update_job(files, complete))
@@ -944,7 +944,9 @@ class Identity:
         weights). Such a tensor has another name then, so `load_weights` skips it."""
         model = self._runner.model
         self._had_scales |= any(map(_has_scales, _attention_layers(model)))
-        self._had_hidden |= any(".base_layer." in name for name, _ in model.named_parameters())
+        self._had_hidden_tensors |= any(
+            ".base_layer." in name for name, _ in model.named_parameters()
+        )
 
     def adapter_loaded(self, lora_id: str) -> None:
         """SGLang has loaded a LoRA adapter."""
