@@ -720,11 +720,12 @@ class Named:
         reduce_min: Any = None,
         layers: Sequence[Any] = (),
         model_config: Any = None,
+        quantization: str | None = None,
         **args: Any,
     ) -> None:
         self.published: list[Namespace] = []
         self.layers = torch.nn.ModuleList(layers)
-        read = SimpleNamespace(model_path=str(folder), revision=None)
+        read = SimpleNamespace(model_path=str(folder), revision=None, quantization=quantization)
         ctx: Any = SimpleNamespace(
             server_args=ServerArgs(model_path=str(folder), **args),
             model_config=model_config or read,
@@ -896,6 +897,17 @@ def test_identity_update_with_scales_of_kv_before_or_after_it_is_private(
     one = Named(_checkpoint(tmp_path / "a", 1.0), layers=[_attention(0.5 if had_scales else 1.0)])
     one.identity.start()
     one.layers[0].k_scale = _attention(1.0 if had_scales else 0.5).k_scale
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "mxfp4", "modelopt_fp4"])
+def test_identity_update_of_a_quantised_model_is_private(tmp_path: Path, quantization: str) -> None:
+    """SGLang repacks its weights after a load, and not each method can do that again."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0), quantization=quantization)
+    one.identity.start()
+    assert not one.identity.is_private
+    one.identity.weights_changing()
     one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
     assert one.identity.is_private
 
@@ -1192,7 +1204,7 @@ def test_weight_hooks_weights_streamed_from_an_object_store_are_private(
     streamed = model_folder(Path(ObjectStorageModel.get_path(url)), LLAMA)
     Path(streamed, "model-Q4_K_M.gguf").write_bytes(b"of others")
     folder = _checkpoint(tmp_path / "local", 1.0)
-    local = SimpleNamespace(model_path=str(folder), revision=None)
+    local = SimpleNamespace(model_path=str(folder), revision=None, quantization=None)
     target, draft = (local, ModelConfig(url)) if is_draft else (ModelConfig(url), local)
     args = {"load_format": "runai_streamer", "speculative_algorithm": "EAGLE"}
     one = Named(folder, model_config=target, **args)

@@ -851,6 +851,7 @@ class Identity:
         self._fields = fields
         self._on_known = on_known
         self._loaded = loaded
+        self._model = ctx.model_config
         self._runner = ctx.tp_worker.model_runner
         self._had_scales = False
         self._had_hidden_tensors = False
@@ -930,6 +931,7 @@ class Identity:
             known is None
             or self._had_scales
             or self._had_hidden_tensors
+            or self._model.quantization is not None  # not each method can repack weights again
             or self._loaded.drafts  # those may have changed too
             or kv_settings.private_setting(self._values, self._defaults) is not None
         ):
