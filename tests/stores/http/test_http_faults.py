@@ -456,6 +456,21 @@ async def test_http_store_put_to_a_full_server_sends_no_block():
         assert server.unasked == b""
 
 
+async def test_http_store_put_whose_connection_breaks_is_repeated_with_its_body():
+    async def breaks_once(asked):
+        puts.append(asked.body)
+        if len(puts) == 1:
+            asked.reset()
+        else:
+            asked.answer(201)
+
+    puts = []
+    async with client_and_server(plain(breaks_once)) as (store, server):
+        assert await store.put(A, block_of("a")) is True
+        assert puts == [GOOD, GOOD]
+        assert server.connections == 2  # a third one would have waited for a body
+
+
 async def test_http_store_forgotten_namespace_is_described_once_more():
     async def forgets_once(asked):
         asked.answer(409 if len(puts) == 0 else 204)
