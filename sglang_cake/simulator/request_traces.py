@@ -99,10 +99,11 @@ def _request(line: Any, last_s: float) -> tuple[int, TraceRequest]:
     else:
         at_s, size, workload = line["timestamp"] / 1000, MOONCAKE_BLOCK_TOKENS, ""
     whole = [tokens, size, *([] if turn is None else [turn]), *blocks]
-    if not all(type(number) is int and number >= 0 for number in whole) or not size:
-        raise ValueError("lengths, turns and hash_ids are whole numbers from 0 on")
+    if not all(type(number) is int and 0 <= number < 2**64 for number in whole) or not size:
+        raise ValueError("lengths, turns and hash_ids are whole numbers of at most 64 bits")
     if not isinstance(workload, str) or type(at_s) not in (int, float):
         raise ValueError("a type is text, and a time a number")
+    workload.encode()  # JSON may hold half a surrogate pair: a ValueError
     if len(set(blocks)) != len(blocks):
         raise ValueError("one prompt cannot have the same hash_id twice")
     if not len(blocks) - 1 <= tokens / size <= len(blocks) + 1:

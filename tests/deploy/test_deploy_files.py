@@ -35,7 +35,7 @@ from sglang_cake.stores.url import parse_size
 
 KUBERNETES = "1.34"
 WORST_EXPOSURE = {"cake-store.service": 15, "cake-server.service": 50}  # of 100, systemd's measure
-ORDER_BYTES = 800  # of the order of eviction, for a block (docs/deployment.md#host-memory)
+ORDER_BYTES = 400  # of the order of eviction, for a block (docs/deployment.md#host-memory)
 WORKERS_BYTES = 4 << 30
 PAGE = (ROOT / "docs/deployment.md").read_text()
 

@@ -234,7 +234,7 @@ def test_replay_admission_refused_class_is_admitted_after_reuse():
         if at_s < 2000:
             requests.append(request(at_s, (10 * at_s, 10 * at_s + 1), "batch"))
         else:  # and now every 40 s
-            requests.append(request(at_s, (-2 - at_s % 40, -100 - at_s % 40), "batch"))
+            requests.append(request(at_s, (3_000_000 + at_s % 40, 4_000_000 + at_s % 40), "batch"))
         requests.append(request(at_s, (1_000_000 + at_s % 40, 2_000_000 + at_s % 40), "chat"))
     policy = WorkloadPolicy()
     replay = Replay(Trace(SIZE, tuple(requests)), policy, 10_000, min_benefit_ratio=1.0)

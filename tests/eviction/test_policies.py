@@ -1,5 +1,6 @@
 """Who goes first under each policy, against plain models of all of them."""
 
+import gc
 import math
 import tracemalloc
 from collections import OrderedDict
@@ -215,7 +216,14 @@ TIMES_S = st.sampled_from([-1.7e308, -1.0, 0.0, 1e9, 1.7e308])
             TIMES_S,
             COUNTS,
             COUNTS,
-            st.builds(AccessContext, st.just("a"), COUNTS, COUNTS, st.sampled_from([1, 2**63 - 1])),
+            st.builds(
+                AccessContext,
+                st.just("a"),
+                COUNTS,
+                COUNTS,
+                st.sampled_from([1, 2**63 - 1]),
+                COUNTS,
+            ),
         )
     )
 )
@@ -238,8 +246,8 @@ def test_eviction_policy_popped_block_added_again_is_popped_again(name):
 @pytest.mark.parametrize("name", ["lru", "gdfs", "workload", "cake"])
 def test_eviction_policy_repeated_adds_keep_its_memory_bounded(name):
     policy = new_policy(name)
-    policy.add(-1, Usage(1, 0.0, 0.0, 0, -1))
-    policy.add(-2, Usage(1, 0.0, 0.0, 1, -2))
+    policy.add(-1, Usage(1, 0.0, 0.0, 0, 201))
+    policy.add(-2, Usage(1, 0.0, 0.0, 1, 202))
     policy.pop(0.0)
     tracemalloc.start()
     try:
@@ -252,6 +260,23 @@ def test_eviction_policy_repeated_adds_keep_its_memory_bounded(name):
     assert held_bytes < 450_000  # with an entry for each add they are more
 
 
+def visited():
+    """Objects, and references in them, that a full garbage collection visits."""
+    return sum(1 + len(gc.get_referents(each)) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"s3fifo"}))
+def test_eviction_policy_many_blocks_make_no_longer_garbage_collection(name):
+    policy, blocks = new_policy(name, BENEFIT), 10_000
+    before = visited()
+    for block in range(blocks):
+        context = AccessContext("abcd"[block % 4], 1, block % 100, 100)
+        policy.add(block, Usage(1, block, block, block % 3, block, context))
+    for block in range(0, blocks, 100):
+        policy.touch(block, block + 0.5)
+    assert visited() - before < blocks  # the sample of `ReuseModel` has a block in eight
+
+
 @given(steps=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([-1, 0, 1, 2])), max_size=400))
 def test_block_queue_random_steps_match_a_sorted_list(steps):
     queue, plain = queues.BlockQueue(most_in_part=3), []
@@ -260,7 +285,7 @@ def test_block_queue_random_steps_match_a_sorted_list(steps):
         if rank < 0:
             queue.remove(block)
         else:
-            queue.put(block, (rank,))
+            queue.put(block, (rank, 0.0))
             plain.append((rank, tick, block))
         plain.sort()
         assert len(queue) == len(plain)

@@ -76,6 +76,8 @@ def test_read_trace_earlier_timestamp_is_raised_to_the_previous_one(tmp_path):
         ({"timestamp": 1, "hash_ids": [1]}, "'input_length' is missing"),
         (dict(MOONCAKE[0], hash_ids=[1, 1, 2]), "same hash_id twice"),
         (dict(MOONCAKE[0], hash_ids=[1, -2, 3]), "whole numbers"),
+        (dict(MOONCAKE[0], hash_ids=[1, 2**64, 3]), "whole numbers"),
+        (dict(BAILIAN[0], type="\ud800"), "line 2"),
         (dict(MOONCAKE[0], hash_ids=[1]), "are not 1100 tokens"),
         (dict(MOONCAKE[0], hash_ids=None), "line 2"),
         (dict(MOONCAKE[0], timestamp="1"), "line 2"),

@@ -13,7 +13,7 @@ from sglang_cake.stores.eviction.reuse_policies import CakePolicy, CakePrefixPol
 
 POLICIES: Final[dict[str, Callable[[Benefit], EvictionPolicy]]] = {
     "fifo": lambda benefit: RankedPolicy(lambda block, usage: (usage.created_s, block)),
-    "lru": lambda benefit: RankedPolicy(lambda block, usage: (usage.used_s,)),
+    "lru": lambda benefit: RankedPolicy(lambda block, usage: (usage.used_s, 0.0)),
     # Since a block was written; of equal ones the least recently used.
     "lfu": lambda benefit: RankedPolicy(lambda block, usage: (usage.uses, usage.used_s)),
     "gdfs": GdfsPolicy,

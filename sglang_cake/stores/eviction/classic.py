@@ -215,7 +215,7 @@ class ArcPolicy(EvictionPolicy):
             if usage.ident in ghosts:
                 del ghosts[usage.ident]
                 self._usage[block] = usage
-                order.put(block, (usage.used_s,))
+                order.put(block, (usage.used_s, 0.0))
                 return
         self.add(block, usage)
 
@@ -233,14 +233,14 @@ class ArcPolicy(EvictionPolicy):
             del self._often_ghosts[usage.ident]
         else:
             order = self._once
-        order.put(block, (usage.used_s,))
+        order.put(block, (usage.used_s, 0.0))
 
     def _update(self, block: int, usage: Usage) -> None:
         is_used = usage.uses > self._usage[block].uses  # otherwise only its facts are new
         order = self._once if block in self._once and not is_used else self._often
         self._usage[block] = usage
         self._once.remove(block)
-        order.put(block, (usage.used_s,))
+        order.put(block, (usage.used_s, 0.0))
 
     def _trim_ghosts(self) -> None:
         """Keep |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2 c."""

@@ -2,6 +2,8 @@
 last access, and the prefill time that it saves."""
 
 import math
+import struct
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -109,6 +111,39 @@ class Usage:
     context: AccessContext = UNKNOWN_CONTEXT
 
 
+# All fields but the workload, which comes behind them.
+_USAGE: Final = struct.Struct("=QddQQQQQQ")
+
+
+class UsageTable(MutableMapping[int, Usage]):
+    """Usage by block, in bytes: Python's garbage collector visits none of them (see `queues`).
+    Numbers have 64 bits and, times excepted, no sign."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, bytes] = {}
+
+    def __getitem__(self, block: int) -> Usage:
+        row = self._rows[block]
+        numbers = _USAGE.unpack_from(row)
+        stored_bytes, created_s, used_s, uses, ident = numbers[:5]
+        context = AccessContext(row[_USAGE.size :].decode(), *numbers[5:])
+        return Usage(stored_bytes, created_s, used_s, uses, ident, context)
+
+    def __setitem__(self, block: int, usage: Usage) -> None:
+        workload, *context = usage.context
+        numbers = (usage.stored_bytes, usage.created_s, usage.used_s, usage.uses, usage.ident)
+        self._rows[block] = _USAGE.pack(*numbers, *context) + workload.encode()
+
+    def __delitem__(self, block: int) -> None:
+        del self._rows[block]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 def ident_of(key: bytes) -> int:
     """`Usage.ident` of the block with this key: 63 bits of the key."""
     return int.from_bytes(key[:8]) >> 1
@@ -125,7 +160,7 @@ class EvictionPolicy:
     """
 
     def __init__(self) -> None:
-        self._usage: dict[int, Usage] = {}
+        self._usage = UsageTable()
 
     def __len__(self) -> int:
         return len(self._usage)

@@ -1,17 +1,23 @@
-"""Queues of blocks: one with ranks that change, and one for values that change with time."""
+"""Queues of blocks: one with ranks that change, and one for values that change with time.
+
+Python's garbage collector visits every container of the process, and no thread runs meanwhile. With
+containers for each block it would take a second for a million blocks. So the blocks are numbers and
+bytes, in arrays and in dictionaries of nothing else, which it does not visit.
+"""
 
 import heapq
 import itertools
-from bisect import bisect_left, insort
-from collections import OrderedDict
+import struct
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from sglang_cake.stores.eviction.reuse_model import RequestClass
 
-Rank = tuple[float, ...]
+Rank = tuple[float, float]
 Value = tuple[float, ...]
-MAX_PART_ENTRIES: Final = 1024
+MAX_PART_BLOCKS: Final = 1024
 
 
 class Entry(NamedTuple):
@@ -22,6 +28,15 @@ class Entry(NamedTuple):
     block: int
 
 
+_PLACE: Final = struct.Struct("=ddq")  # rank and tick
+_Place = tuple[float, float, int]
+
+
+class _QueuePart(NamedTuple):
+    ranks: "array[float]"  # the first number of each block's rank
+    blocks: "array[int]"
+
+
 class BlockQueue:
     """Blocks by rank, smallest first. Of equal ranks the one that was put first comes first.
 
@@ -30,59 +45,72 @@ class BlockQueue:
     """
 
     def __init__(
-        self, ticks: Iterator[int] | None = None, *, most_in_part: int = MAX_PART_ENTRIES
+        self, ticks: Iterator[int] | None = None, *, most_in_part: int = MAX_PART_BLOCKS
     ) -> None:
         """Args:
         ticks: numbers the entries; queues whose entries are compared share it.
-        most_in_part: a longer part of the sorted entries is divided.
+        most_in_part: a longer part of the sorted blocks is divided.
         """
         self._most_in_part = most_in_part
-        # Blocks that were put in order, as most are by the time of their last access.
-        self._in_order: OrderedDict[int, Entry] = OrderedDict()
-        self._others: dict[int, Entry] = {}
-        self._parts: list[list[Entry]] = []  # the others, sorted; no part is empty
-        self._lasts: list[Entry] = []  # of each part
+        self._places: dict[int, bytes] = {}  # by block
+        self._parts: list[_QueuePart] = []  # the blocks, sorted by their places; no part is empty
+        self._lasts: list[_Place] = []  # of each part
         self._ticks = itertools.count() if ticks is None else ticks
 
     def __len__(self) -> int:
-        return len(self._in_order) + len(self._others)
+        return len(self._places)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._in_order or block in self._others
+        return block in self._places
 
     def put(self, block: int, rank: Rank) -> None:
         """Insert a block, or change its rank."""
-        entry = Entry(rank, next(self._ticks), block)
-        if not self._in_order or entry > next(reversed(self._in_order.values())):
-            self._remove_other(block)
-            self._in_order[block] = entry
-            self._in_order.move_to_end(block)
-            return
         self.remove(block)
-        self._others[block] = entry
-        if not self._parts:
-            self._parts.append([entry])
-            self._lasts.append(entry)
+        place = (float(rank[0]), float(rank[1]), next(self._ticks))
+        self._places[block] = _PLACE.pack(*place)
+        if not self._lasts or place > self._lasts[-1]:
+            # As most blocks are put, by the time of their last access: full parts stay full.
+            if not self._parts or len(self._parts[-1].blocks) >= self._most_in_part:
+                self._parts.append(_QueuePart(array("d"), array("q")))
+                self._lasts.append(place)
+            self._parts[-1].ranks.append(place[0])
+            self._parts[-1].blocks.append(block)
+            self._lasts[-1] = place
             return
-        at = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
-        part = self._parts[at]
-        insort(part, entry)
-        self._lasts[at] = part[-1]
-        if len(part) > self._most_in_part:
-            half = len(part) // 2
-            self._parts[at : at + 1] = part[:half], part[half:]
-            self._lasts.insert(at, part[half - 1])
+        at = bisect_left(self._lasts, place)
+        ranks, blocks = self._parts[at]
+        index = self._index_in(self._parts[at], place)
+        ranks.insert(index, place[0])
+        blocks.insert(index, block)
+        if len(blocks) > self._most_in_part:
+            half = len(blocks) // 2
+            self._parts[at : at + 1] = (
+                _QueuePart(ranks[:half], blocks[:half]),
+                _QueuePart(ranks[half:], blocks[half:]),
+            )
+            self._lasts.insert(at, self._place_of(blocks[half - 1]))
 
     def remove(self, block: int) -> None:
         """Remove a block. Unknown blocks are ignored."""
-        if self._in_order.pop(block, None) is None:
-            self._remove_other(block)
+        if block not in self._places:
+            return
+        place = self._place_of(block)
+        at = bisect_left(self._lasts, place)
+        ranks, blocks = self._parts[at]
+        index = self._index_in(self._parts[at], place)
+        del ranks[index], blocks[index], self._places[block]
+        if not blocks:
+            del self._parts[at], self._lasts[at]
+        elif index == len(blocks):
+            self._lasts[at] = self._place_of(blocks[-1])
 
     def first(self) -> Entry | None:
         """The smallest entry, which stays in the queue. None: the queue is empty."""
-        firsts = [part[0] for part in self._parts[:1]]
-        firsts += itertools.islice(self._in_order.values(), 1)
-        return min(firsts, default=None)
+        if not self._parts:
+            return None
+        block = self._parts[0].blocks[0]
+        first, second, tick = self._place_of(block)
+        return Entry((first, second), tick, block)
 
     def pop(self) -> Entry | None:
         """Remove and return the smallest entry. None: the queue is empty."""
@@ -91,17 +119,15 @@ class BlockQueue:
             self.remove(entry.block)
         return entry
 
-    def _remove_other(self, block: int) -> None:
-        entry = self._others.pop(block, None)
-        if entry is None:
-            return
-        at = bisect_left(self._lasts, entry)
-        part = self._parts[at]
-        del part[bisect_left(part, entry)]
-        if part:
-            self._lasts[at] = part[-1]
-        else:
-            del self._parts[at], self._lasts[at]
+    def _index_in(self, part: _QueuePart, place: _Place) -> int:
+        """Index of the first block of a part that is not before `place`."""
+        low = bisect_left(part.ranks, place[0])
+        high = bisect_right(part.ranks, place[0], low)
+        return bisect_left(part.blocks, place, low, high, key=self._place_of)
+
+    def _place_of(self, block: int) -> _Place:
+        first, second, tick = _PLACE.unpack(self._places[block])
+        return first, second, tick
 
 
 class QueueKey(NamedTuple):
@@ -123,8 +149,10 @@ class ClassQueues:
         """Args: value: `(queue key, block, now_s)` gives the value of a block."""
         self._value = value
         self._ticks = itertools.count()
-        self._queues: dict[QueueKey, BlockQueue] = {}
-        self._queue_of: dict[int, BlockQueue] = {}  # by block
+        self._numbers = itertools.count()
+        self._number_of: dict[QueueKey, int] = {}  # numbers of queues
+        self._queues: dict[int, BlockQueue] = {}  # by number
+        self._queue_of: dict[int, int] = {}  # by block, the number of its queue
         # Heap of the first entries of all queues, with their values at `_valued_s`. Outdated
         # entries are dropped when `pop` meets them.
         self._firsts: list[tuple[Value, Entry, QueueKey]] = []
@@ -134,18 +162,21 @@ class ClassQueues:
         return len(self._queues)
 
     def classes(self) -> set[RequestClass]:
-        return {key.request_class for key, queue in self._queues.items() if queue}
+        return {
+            key.request_class for key, number in self._number_of.items() if self._queues[number]
+        }
 
     def put(self, block: int, key: QueueKey, used_s: float) -> None:
         """Insert a block into the queue `key`, or move it there."""
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = BlockQueue(self._ticks)
-        before = self._queue_of.get(block, queue)
-        if before is not queue:
-            before.remove(block)
-        self._queue_of[block] = queue
-        queue.put(block, (used_s,))
+        number = self._number_of.get(key)
+        if number is None:
+            number = self._number_of[key] = next(self._numbers)
+            self._queues[number] = BlockQueue(self._ticks)
+        if self._queue_of.get(block) != number:
+            self.remove(block)
+        self._queue_of[block] = number
+        queue = self._queues[number]
+        queue.put(block, (used_s, 0.0))
         if self._valued_s is not None:
             first = queue.first()
             if first is not None and first.block == block:
@@ -155,9 +186,9 @@ class ClassQueues:
 
     def remove(self, block: int) -> None:
         """Remove a block. Unknown blocks are ignored."""
-        queue = self._queue_of.pop(block, None)
-        if queue is not None:
-            queue.remove(block)
+        number = self._queue_of.pop(block, None)
+        if number is not None:
+            self._queues[number].remove(block)
 
     def invalidate_values(self) -> None:
         """The function `value` gives other values from now on."""
@@ -173,8 +204,8 @@ class ClassQueues:
             self._value_all(now_s)
         while self._firsts:
             _, entry, key = heapq.heappop(self._firsts)
-            queue = self._queues[key]
-            current = queue.first() is entry
+            queue = self._queues[self._number_of[key]]
+            current = queue.first() == entry
             if current:
                 queue.pop()
                 del self._queue_of[entry.block]
@@ -189,10 +220,10 @@ class ClassQueues:
         """Value the first block of every queue anew, and drop empty queues."""
         self._valued_s = now_s
         self._firsts = []
-        for key, queue in list(self._queues.items()):
-            first = queue.first()
+        for key, number in list(self._number_of.items()):
+            first = self._queues[number].first()
             if first is None:
-                del self._queues[key]
+                del self._number_of[key], self._queues[number]
             else:
                 self._push_first(key, first, now_s)
 

@@ -132,12 +132,12 @@ class TenantPolicy(EvictionPolicy):
         tenant = usage.context.tenant
         self._usage[block] = usage
         if tenant == UNKNOWN_TENANT:
-            self._unknown.put(block, (usage.used_s,))
+            self._unknown.put(block, (usage.used_s, 0.0))
             self._unknown_bytes += usage.stored_bytes
             return
         if tenant not in self.used_bytes and len(self.used_bytes) >= MAX_TENANTS:
             tenant = 0
-        self._lru.setdefault(tenant, BlockQueue()).put(block, (usage.used_s,))
+        self._lru.setdefault(tenant, BlockQueue()).put(block, (usage.used_s, 0.0))
         self.used_bytes[tenant] = self.used_bytes.get(tenant, 0) + usage.stored_bytes
 
     def _uncount(self, block: int) -> None:
