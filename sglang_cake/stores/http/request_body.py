@@ -7,7 +7,7 @@ from aiohttp import web
 
 RECEIVE_BYTES = 1 << 20
 # A transfer may take any time while FLOOR_BYTES of it, or all that is left, move in STUCK_S. Below
-# that (9 KB/s) it would hold its connection, and its share of the puts, almost for nothing.
+# that (9 KB/s) it would hold its connection almost for nothing.
 STUCK_S = 30.0
 FLOOR_BYTES = 1 << 18
 

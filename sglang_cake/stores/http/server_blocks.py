@@ -11,7 +11,7 @@ import functools
 import io
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -37,6 +37,9 @@ T = TypeVar("T")
 
 MAX_BLOCK_BYTES = 1 << 30  # with header
 MAX_PUTS = 8  # at a time, in each process; each holds about two pieces in memory
+# An upload of which a piece takes longer goes on without its place, as slow clients would stop the
+# puts of others. It holds about a piece in memory, less than a lookup may.
+PLACE_S = 1.0
 READ_THREADS = 8
 COPY_BYTES = 1 << 20  # read from the disk at a time
 TLS_BYTES = 1 << 18  # read, encrypted and sent at a time, so that a slow reader holds little memory
@@ -104,9 +107,9 @@ class BlockService:
         self._metrics = metrics
         self._quota_bytes = namespace_quota_bytes
         self._stuck_s = stuck_s
-        # All puts together take at most half of the connections, or one more than MAX_PUTS.
-        self._most_waiting_puts = max(1, most_connections // 2 - MAX_PUTS)
-        self._waiting_puts = 0
+        # Also those that wait, and slow ones.
+        self._most_puts = max(MAX_PUTS + 1, most_connections // 2)
+        self._puts = 0
         self._put_places = asyncio.Semaphore(MAX_PUTS)
         self._readers = LimitedThreads(READ_THREADS, "cake-http-read")
         self._writers = LimitedThreads(MAX_PUTS, "cake-http-write")
@@ -197,37 +200,44 @@ class BlockService:
             raise RefusedRequest(411, "write the Content-Length")
         if not HEADER_BYTES < size <= MAX_BLOCK_BYTES:
             raise RefusedRequest(413, f"a block has {HEADER_BYTES + 1} to {MAX_BLOCK_BYTES} bytes")
-        async with self._put_place():
+        async with self._put_place() as place:
             with self._metrics.puts.track_inprogress():
                 async with entered(self._writers, self._writing(digest, key, size)) as file:
                     if file is None:
                         return web.Response(status=204)
-                    await self._receive(request, BlockCheck(digest, key, size), file)
+                    await self._receive(request, BlockCheck(digest, key, size), file, place.close)
                 return web.Response(status=201)
 
     @contextlib.asynccontextmanager
-    async def _put_place(self) -> AsyncIterator[None]:
-        """Wait for one of the MAX_PUTS places, before the body is asked for.
+    async def _put_place(self) -> AsyncIterator[contextlib.ExitStack]:
+        """Wait for one of the MAX_PUTS places, before the body is asked for. Closing the result
+        leaves the place early.
 
-        Raises: RefusedRequest if too many puts wait, or if no place becomes free in time.
+        Raises: RefusedRequest if there are too many puts, or if no place becomes free in time.
         """
         busy = RefusedRequest(503, "too many puts at once", {"Retry-After": "1"})
-        if self._waiting_puts >= self._most_waiting_puts:
+        if self._puts >= self._most_puts:
             raise busy
-        self._waiting_puts += 1
+        self._puts += 1
         try:
-            async with asyncio.timeout(self._stuck_s):
-                await self._put_places.acquire()
-        except TimeoutError:
-            raise busy from None
+            try:
+                async with asyncio.timeout(self._stuck_s):
+                    await self._put_places.acquire()
+            except TimeoutError:
+                raise busy from None
+            with contextlib.ExitStack() as place:
+                place.callback(self._put_places.release)
+                yield place
         finally:
-            self._waiting_puts -= 1
-        try:
-            yield
-        finally:
-            self._put_places.release()
+            self._puts -= 1
 
-    async def _receive(self, request: web.BaseRequest, check: BlockCheck, file: NewFile) -> None:
+    async def _receive(
+        self,
+        request: web.BaseRequest,
+        check: BlockCheck,
+        file: NewFile,
+        leave_place: Callable[[], None],
+    ) -> None:
         def keep(piece: bytearray, stop: threading.Event) -> None:
             check.feed(memoryview(piece))
             with self._folder.disk_errors():
@@ -241,7 +251,16 @@ class BlockService:
                 file.commit(threading.Event())
 
         await accept_body(request)
-        async for piece in read_pieces(request, self._stuck_s):
+        pieces = read_pieces(request, self._stuck_s)
+        while True:
+            # The time of the disk does not count: more puts would not help a slow disk.
+            leaving = asyncio.get_running_loop().call_later(PLACE_S, leave_place)
+            try:
+                piece = await anext(pieces, None)
+            finally:
+                leaving.cancel()
+            if piece is None:
+                break
             self._metrics.received_bytes.inc(len(piece))
             await self._writers.run(functools.partial(keep, piece))
         await self._writers.run(commit)

@@ -14,9 +14,12 @@ from http_servers import (
     FRAMED_BYTES,
     A,
     ServerInProcess,
+    ask,
     fill_root,
+    framed,
     is_open,
     opened,
+    put_description,
     read_status,
     request_bytes,
     start_put,
@@ -26,6 +29,7 @@ from polling import until
 
 from sglang_cake.stores.http.protocol import block_path, contains_path
 from sglang_cake.stores.http.request_body import STUCK_S, read_pieces
+from sglang_cake.stores.http.server_blocks import MAX_PUTS
 from sglang_cake.testing.store_contract import FRAME
 from sglang_cake.testing.virtual_time import in_virtual_time
 
@@ -79,6 +83,31 @@ def test_store_serve_stuck_put_is_ended_with_408(server, tmp_path):
     assert read_status(connection) == 408
     until(lambda: server.metrics()["puts_in_progress"] == 0, "the place is free")
     assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_store_serve_put_does_not_wait_for_uploads_that_hardly_move(tmp_path):
+    with ServerInProcess(tmp_path, stuck_s=10.0) as server:
+        put_description(server)
+        slow = [start_put(server, n, FRAME, 1) for n in range(MAX_PUTS)]
+        until(lambda: server.metrics()["puts_in_progress"] == MAX_PUTS, "all have begun")
+        assert ask(server, "PUT", block_path(FRAME.digest, A), framed("a"))[0] == 201
+        for connection, rest in slow:
+            connection.sendall(rest)
+            assert read_status(connection) == 201
+            connection.close()
+
+
+def test_store_serve_uploads_that_hardly_move_take_half_of_the_connections(tmp_path):
+    with ServerInProcess(tmp_path, most_connections=4 * MAX_PUTS) as server:
+        put_description(server)
+        slow = [start_put(server, n, FRAME, 1)[0] for n in range(2 * MAX_PUTS)]
+        until(lambda: server.metrics()["puts_in_progress"] == 2 * MAX_PUTS, "all have begun")
+        path = block_path(FRAME.digest, A)
+        status, headers, _ = ask(server, "PUT", path, framed("a"))
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert ask(server, "GET", path)[0] == 404
+        for connection in slow:
+            connection.close()
 
 
 async def test_store_serve_lookups_that_stop_in_their_body_hold_no_other_up(tmp_path):
