@@ -11,6 +11,7 @@ Three formats of JSON lines, distinguished by their fields, plain or zstd-compre
 A line of cake's format may be broken off, by a full disk or the end of the server, and is skipped.
 """
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import zstandard
 from sglang_cake.core.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
+_READ_BYTES = 1 << 20
 _RECORDED = '{"t_s": '  # how each line of cake's format begins
 
 
@@ -81,8 +83,19 @@ def read_trace(path: Path) -> Trace:
 def _opened(path: Path) -> TextIO:
     if path.suffix != ".zst":
         return path.open(encoding="utf-8")
-    lines: TextIO = zstandard.open(path, "rt", encoding="utf-8")
-    return lines
+    text = io.BytesIO()
+    decoder = zstandard.ZstdDecompressor().decompressobj()
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            while part:
+                if decoder.eof:  # another frame follows
+                    decoder = zstandard.ZstdDecompressor().decompressobj()
+                text.write(decoder.decompress(part))
+                part = decoder.unused_data
+    if not decoder.eof:  # `zstandard.open` takes such a file for a whole one
+        raise ConfigError(f"trace {path} is cut: its end is missing")
+    text.seek(0)
+    return io.TextIOWrapper(text, encoding="utf-8")
 
 
 def _request(line: Any, last_s: float) -> tuple[int, TraceRequest]:

@@ -106,6 +106,20 @@ def test_trace_replay_unreadable_trace_file_is_one_error_line(tmp_path, capsys, 
     assert error.count("\n") == 1
 
 
+def test_trace_replay_cut_zst_file_is_one_error_line(tmp_path, capsys):
+    path = written(tmp_path, MOONCAKE * 20_000, "trace.jsonl.zst")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert main(["trace", "replay", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"sglang-cake: trace {path} is cut: its end is missing\n"
+
+
+def test_read_trace_zst_file_of_two_frames_gives_the_requests_of_both(tmp_path):
+    path = written(tmp_path, MOONCAKE, "trace.jsonl.zst")
+    path.write_bytes(2 * path.read_bytes())
+    assert len(read_trace(path).requests) == 2 * len(MOONCAKE)
+
+
 NAMED = {
     "policy",
     "capacity_blocks",
