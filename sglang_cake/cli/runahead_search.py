@@ -14,6 +14,7 @@ the same XDG_CACHE_HOME or HOME.
 import argparse
 import contextlib
 import json
+import math
 import random
 import re
 import statistics
@@ -39,6 +40,7 @@ from sglang_cake.runahead.partition_table import load_table, save_table
 TRIES = 40  # a busy member refuses
 PAUSE_S = 0.25
 NEW_TOKENS = 1
+MOST_PARTITIONS = 1000  # in a level; it takes hours
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.json")
 _TOKEN_VALUES = 256  # every tokenizer has at least so many tokens
 
@@ -70,7 +72,13 @@ def run(args: argparse.Namespace) -> int:
     lengths = sorted(set(parse_lengths(args.lengths, "--lengths")))
     if args.workers < 2 or args.repeats < 1 or args.points < 3 or args.points % 2 == 0:
         raise ConfigError("runahead search needs 2 workers or more, a repeat, and 3, 5, ... points")
-    limits = _limits(args.url)
+    if (args.workers - 1) * math.log(args.points) > math.log(MOST_PARTITIONS):
+        raise ConfigError(
+            f"--workers {args.workers} with --points {args.points}: a level of the search has "
+            f"points^(workers - 1) partitions, and {MOST_PARTITIONS:,} are possible: lower them"
+        )
+    url = args.url.rstrip("/")
+    limits = _limits(url)
     least, most = 4 * args.workers * limits.page_tokens, args.workers * limits.step_tokens
     if min(lengths) < least or max(lengths) > most:
         raise ConfigError(f"--lengths: {least} to {most} tokens here, for {args.workers} workers")
@@ -78,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     for tokens in lengths:
         found.append(
             search_one(
-                lambda n, ends: _ask(args.url, n, ends),
+                lambda n, ends: _ask(url, n, ends),
                 tokens,
                 args.workers,
                 limits=limits,
@@ -209,7 +217,7 @@ def _ask(url: str, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
 
 def _limits(url: str) -> ChainLimits:
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as reply:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=30) as reply:
             found = json.loads(reply.read())
             step_tokens = int(found["chunked_prefill_size"])
             if step_tokens <= 0:  # without chunks

@@ -1,6 +1,7 @@
 """`sglang-cake runahead search`, and the table that a server takes from it while it runs."""
 
 import contextlib
+import http.server
 import json
 import socket
 import threading
@@ -155,6 +156,32 @@ def test_runahead_search_of_a_server_of_another_kind_is_one_error_line(
     assert "no SGLang server answers there" in capsys.readouterr().err
 
 
+def test_runahead_search_url_with_a_slash_at_its_end_asks_the_same_paths(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.requestline.split()[1])  # `path` has no slash twice at its start
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"page_size": 4, "chunked_prefill_size": 4096}')
+
+        def do_POST(self) -> None:
+            asked.append(self.requestline.split()[1])
+            self.send_error(500)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        serves = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serves.start()
+        assert main(["runahead", "search", "--url", f"http://127.0.0.1:{server.server_port}/"]) == 2
+        server.shutdown()
+        serves.join()
+    assert asked == ["/server_info", "/generate"]
+    assert "does not answer: /generate: 500" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("chunk_tokens", "lengths", "most"), [(4096, "4k,16k", 8192), (-1, "64k", 32768)]
 )
@@ -173,6 +200,9 @@ def test_runahead_search_length_that_the_workers_cannot_share_is_refused(
         (["--lengths", "x"], "--lengths 'x'"),
         (["--workers", "1"], "2 workers or more"),
         (["--points", "4"], "3, 5, ... points"),
+        (["--workers", "8"], "1,000 are possible: lower them"),
+        (["--workers", "1000000"], "1,000 are possible: lower them"),
+        (["--points", "1001"], "1,000 are possible: lower them"),
         (["--url", "http://127.0.0.1:9"], "no SGLang server answers"),
     ],
 )
