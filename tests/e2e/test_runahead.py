@@ -225,6 +225,7 @@ def test_runahead_beside_loads_answers_exactly_and_stores_once(
         return loads.ask_flushed(ids, **shared(inner, stop=stop))
 
     until_helped(lambda: ask(640))
+    loads.ask(ids)  # has the blocks stored that the other member computed: a split is for measuring
     loads.store.until_stored(ids)
     after = len(loads.store.blocks()), len(helps.store.blocks())
     assert (after[0] - before[0], after[1] - before[1]) == (LONG // BLOCK, 0)
@@ -240,6 +241,17 @@ def test_runahead_beside_loads_answers_exactly_and_stores_once(
     assert answer.loaded > 0
     assert answer.computed + answer.loaded == LONG
     assert len(loads.store.blocks()) == after[0]
+
+
+def test_runahead_prompt_with_a_given_split_is_not_stored(pair: Pair, ids: list[int]) -> None:
+    store = pair.owner.store
+    assert store is not None
+    before = len(store.blocks())
+    assert helped(share(pair, ids, [640])) == 640
+    other = [*reversed(ids)]
+    pair.owner.ask(other, **alone())  # stored after what was computed before it
+    store.until_stored(other)
+    assert len(store.blocks()) - before == LONG // BLOCK
 
 
 def test_runahead_search_result_is_used_by_the_running_server(

@@ -605,6 +605,8 @@ class CakeRadixCache(UnifiedRadixCache):
     def _save(self, req: "Req", up_to: int) -> None:
         if self.coordinator is None or self.saving is None:
             return
+        if self.runahead is not None and self.runahead.measures(req):
+            return  # a search's prompts would take the place of others, and never be read
         record = self.coordinator.record(req)
         if record is not None and req.kv.holds_kv:
             with self.coordinator.timed():

@@ -175,6 +175,10 @@ class Runahead:
         self._asked.add(req.rid)
         return "wait" if self._propose(req, plan) else "alone"
 
+    def measures(self, req: "Req") -> bool:
+        """Whether the request is to be split in a certain way, as those of a search are."""
+        return _asked_for(req) not in (None, "alone")
+
     def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
