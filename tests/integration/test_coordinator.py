@@ -1047,6 +1047,20 @@ def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorH
     assert harness.coordinator.reclaimable_tokens == 4 * BLOCK
 
 
+def test_coordinator_record_shares_the_tokens_of_a_new_request(
+    harness: CoordinatorHarness,
+) -> None:
+    """A copy of 100,000 tokens has 0.8 MB, as long as the request waits."""
+    req = req_of(4.5)
+    harness.arrive(req)
+    assert harness.coordinator.live[req.rid].tokens is req.origin_input_ids
+    prompt = array("q", req.origin_input_ids)
+    req.output_ids.extend([7, 8])
+    harness.arrive(req)  # retracted
+    assert harness.coordinator.live[req.rid].tokens == prompt + array("q", [7, 8])
+    assert req.origin_input_ids == prompt
+
+
 def test_coordinator_two_live_requests_with_one_id_never_share_a_record(
     harness: CoordinatorHarness,
 ) -> None:

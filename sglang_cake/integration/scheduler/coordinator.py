@@ -251,7 +251,10 @@ class Coordinator:
         if self.store_detached:
             self._arrive_without_keys(req, 0)
             return
-        tokens = req.origin_input_ids + req.output_ids
+        # Not a copy: SGLang changes this array in sessions only, and those have no keys.
+        tokens = req.origin_input_ids
+        if req.output_ids:
+            tokens = tokens + req.output_ids
         limit = self._limit(req, len(tokens))
         # This match must run on every rank, since it changes the order of eviction in the tree.
         front = matched(tokens, limit)
