@@ -16,8 +16,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sglang_cake.cli.text_tables import exact_size_text
 from sglang_cake.codecs import frame as frames
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.core.buffers import HostArena
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest, Namespace
 from sglang_cake.core.layout import BlockLayout
@@ -179,6 +181,29 @@ def complain(named: NamedStore, unreadable: dict[str, str]) -> None:
     """Print the skipped namespaces on stderr."""
     for digest, why in unreadable.items():
         print(f"{named.url}: namespace {digest[:SHORT_DIGEST]}: {why}", file=sys.stderr)
+
+
+def with_buffers(
+    named: NamedStore,
+    good: list[tuple[StoredNamespace, BlockFrame]],
+    count: int,
+    unreadable: dict[str, str],
+) -> Iterator[tuple[BlockFrame, list[memoryview]]]:
+    """The namespaces that `readable` gave, each with `count` buffers of one block.
+
+    The size of a block is that of an untrusted description. So a page is allocated when bytes come
+    there. A namespace whose buffers the system does not map is printed, and added to `unreadable`.
+    """
+    for _, frame in good:
+        try:
+            arena = HostArena([frame.payload_bytes] * count, prefault=False)
+        except OSError:
+            size = exact_size_text(frame.payload_bytes)
+            why = {frame.digest.hex(): f"no memory for {count} blocks of {size}: lower --depth"}
+            complain(named, why)
+            unreadable |= why
+        else:
+            yield frame, [buffer.view for buffer in arena.buffers]
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from sglang_cake.cli.named_stores import (
     run_tool,
     unused_bytes,
     whole_digest,
+    with_buffers,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -75,9 +76,9 @@ async def _cp(args: argparse.Namespace) -> int:
     digest = await whole_digest([source], args.namespace)
     good, result.unreadable_namespaces = await readable(source, digest)
     complain(source, result.unreadable_namespaces)
-    for _, frame in good:
+    for frame, buffers in with_buffers(source, good, args.depth, result.unreadable_namespaces):
         try:
-            await _copy(source, destination, frame, args.depth, result)
+            await _copy(source, destination, frame, buffers, result)
         except StoreFull as error:
             complain(destination, {frame.digest.hex(): str(error)})
             result.full = True
@@ -93,9 +94,13 @@ async def _cp(args: argparse.Namespace) -> int:
 
 
 async def _copy(
-    source: NamedStore, destination: NamedStore, frame: BlockFrame, at_once: int, result: Copied
+    source: NamedStore,
+    destination: NamedStore,
+    frame: BlockFrame,
+    buffers: list[memoryview],
+    result: Copied,
 ) -> None:
-    buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
+    at_once = len(buffers)
     async with (
         opened(source.source, frame, at_once) as origin,
         opened(destination.source, frame, at_once) as there,

@@ -26,6 +26,7 @@ from sglang_cake.cli.named_stores import (
     run_tool,
     stats_of,
     whole_digest,
+    with_buffers,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
@@ -104,8 +105,9 @@ async def _verify(args: argparse.Namespace) -> int:
         good, result.unreadable_namespaces = await readable(named, digest)
         complain(named, result.unreadable_namespaces)
         with progress("verifying") as bar:
-            for _, frame in good:
-                await _verify_namespace(named, frame, args.depth, result, bar)
+            unreadable = result.unreadable_namespaces
+            for frame, buffers in with_buffers(named, good, args.depth, unreadable):
+                await _verify_namespace(named, frame, buffers, result, bar)
         results.append(result)
     if args.json:
         print(json.dumps({"stores": [asdict(result) for result in results]}))
@@ -131,10 +133,9 @@ async def _verify(args: argparse.Namespace) -> int:
 
 
 async def _verify_namespace(
-    named: NamedStore, frame: BlockFrame, at_once: int, result: Verified, bar: Any
+    named: NamedStore, frame: BlockFrame, buffers: list[memoryview], result: Verified, bar: Any
 ) -> None:
-    buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
-    async with opened(named.source, frame, at_once) as store:
+    async with opened(named.source, frame, len(buffers)) as store:
 
         async def check(block: BlockInfo, worker: int) -> None:
             try:
@@ -152,7 +153,7 @@ async def _verify_namespace(
                 result.ok_bytes += block.stored_bytes
             bar.update(1)
 
-        await for_each(blocks_in(named, frame), check, at_once)
+        await for_each(blocks_in(named, frame), check, len(buffers))
 
 
 # ---- gc ----

@@ -280,6 +280,65 @@ def test_store_tools_unreadable_namespace_is_named_and_exit_status_1(
     assert len(held(tmp_path / "copy", ALICE)) == 3, "the others are copied"
 
 
+GIB = 2**30
+
+
+def describe_blocks_of(root, block_bytes):
+    """A namespace whose description says that its blocks are so large, with a file of 1 byte."""
+    layout = BlockLayout.plain(1, (("k", (block_bytes,)),), "uint8", 1)
+    namespace = Namespace((("model", "hostile"), ("layout", layout.describe())))
+    folder = NamespaceFolder(root, namespace.digest())
+    folder.block(key_of("z")).parent.mkdir(parents=True)
+    folder.block(key_of("z")).write_bytes(b"z")
+    folder.description.write_text(json.dumps(namespace.describe()))
+    for path in root.glob("index.*"):  # it does not have the file
+        path.unlink()
+    return namespace.digest().hex()
+
+
+def run_limited(*args, most_bytes):
+    """A store tool in a process of at most so much memory."""
+    code = (
+        "import resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({most_bytes}, {most_bytes}))\n"
+        "from sglang_cake.cli import main\n"
+        "status = main(['store', *sys.argv[1:]])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)\n"
+        "sys.exit(status)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("tool", ["verify", "cp"])
+def test_store_tool_takes_no_memory_for_blocks_that_a_description_makes_up(root, tmp_path, tool):
+    describe_blocks_of(root, GIB // 2)
+    to = [url_of(tmp_path / "copy")] if tool == "cp" else []
+    done = run_limited(tool, url_of(root), *to, "--json", most_bytes=16 * GIB)
+    assert done.returncode == 1, done.stderr
+    answer, peak_bytes = done.stdout.splitlines()
+    assert int(peak_bytes) < GIB, "eight such blocks have 4 GiB"
+    result = json.loads(answer) if tool == "cp" else json.loads(answer)["stores"][0]
+    assert (result["corrupt"], result["ok" if tool == "verify" else "copied"]) == (1, 4)
+    assert not result["unreadable_namespaces"]
+
+
+@pytest.mark.parametrize("tool", ["verify", "cp"])
+def test_store_tool_without_memory_for_a_namespace_names_it_and_does_the_others(
+    root, tmp_path, tool
+):
+    digest = describe_blocks_of(root, 16 * GIB)
+    to = [url_of(tmp_path / "copy")] if tool == "cp" else []
+    done = run_limited(tool, url_of(root), *to, "--json", most_bytes=16 * GIB)
+    assert done.returncode == 1
+    assert f"{digest[:12]}: no memory for 8 blocks of 16 GiB: lower --depth\n" in done.stderr
+    result = json.loads(done.stdout.splitlines()[0])
+    result = result if tool == "cp" else result["stores"][0]
+    assert result["ok" if tool == "verify" else "copied"] == 4
+    assert [*result["unreadable_namespaces"]] == [digest]
+
+
 def test_store_ls_control_characters_in_names_are_replaced(tmp_path, capsys):
     fill(tmp_path, frame_named("evil\x1b[2J\nname" + "x" * 100), "a")
     assert store("ls", url_of(tmp_path)) == 0
