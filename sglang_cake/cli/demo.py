@@ -1,13 +1,14 @@
 """`sglang-cake demo`: one prompt, three ways to get its KV, on a real server.
 
-A server computes the prompt, which fills a store. Then three more servers compute it again, load
-it, and do both at once, over a link on which loading takes as long as computing: the hardest case
-for either alone. A trained model is asked a question about the text, and gives the same answer in
-all three cases.
+A server computes what a store lacks of the prompt, which fills the store. Then three more servers
+compute it again, load it, and do both at once, over a link on which loading takes as long as
+computing: the hardest case for either alone. A trained model is asked a question about the text,
+and gives the same answer in all three cases.
 """
 
 import argparse
 import contextlib
+import http.client
 import signal
 import statistics
 import tempfile
@@ -281,11 +282,12 @@ def answers_of(model: Path, arms: Iterable[Arm]) -> dict[str, str]:
 
 
 def _fill(setting: Setting, progress: ProgressLog) -> tuple[Reply, float]:
-    """Let a server compute the prompt and store it.
+    """Let a server compute the prompt and store it. What a used store has already is loaded: of a
+    block that is neither stored nor read, no metric tells the size.
 
     Returns: its answer; the stored bytes as a share of the bytes of the blocks.
     """
-    with _served(setting, "cold", _flags(setting, "compute", None), progress) as server:
+    with _served(setting, "cold", _flags(setting, "load", None), progress) as server:
         reply = generate(server.base_url, setting.prompt, setting.new_tokens)
         progress.say(f"cold: first token after {reply.ttft_s:.2f} s")
         _wait_for_store(server.base_url, setting, progress)
@@ -327,7 +329,10 @@ def _served(
     progress.say(f"{name}: starting a server (log: {server.log})")
     with server:
         progress.say(f"{name}: healthy after {server.start_s:.1f} s")
-        yield server
+        try:
+            yield server
+        except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
+            raise DemoFailed(f"{name}: {error} (the server's log: {server.log})") from None
 
 
 def _flags(setting: Setting, mode: str, bandwidth: float | None) -> Sequence[str]:
@@ -350,7 +355,10 @@ def _stored_share(base_url: str, setting: Setting) -> float:
     block_bytes = BLOCK_TOKENS * kv_token_bytes(setting.model, setting.dtype)
     blocks = cake_metric(base_url, "encoded_blocks_total")  # counts the payload of each tier
     blocks = blocks or cake_metric(base_url, "stored_blocks_total")
-    return cake_metric(base_url, "stored_bytes_total") / (blocks * block_bytes) if blocks else 1.0
+    blocks += cake_metric(base_url, "read_blocks_total")
+    stored_bytes = cake_metric(base_url, "stored_bytes_total")
+    stored_bytes += cake_metric(base_url, "read_bytes_total")
+    return stored_bytes / (blocks * block_bytes) if blocks else 1.0
 
 
 def _wait_for_store(base_url: str, setting: Setting, progress: ProgressLog) -> None:
@@ -362,7 +370,7 @@ def _wait_for_store(base_url: str, setting: Setting, progress: ProgressLog) -> N
         stored = cake_metric(base_url, "stored_blocks_total")
         lost = cake_metric(base_url, "unstored_blocks_total")
         if lost:
-            raise DemoFailed(f"the store refused {lost:.0f} blocks; the server's log says why")
+            raise DemoFailed(f"the store refused {lost:.0f} blocks")
         if stored != before:
             before, changed_s = stored, time.monotonic()
         if stored >= blocks or time.monotonic() - changed_s > STORE_QUIET_S:

@@ -188,10 +188,11 @@ class SglangServer:
                 self.ended = True
             except subprocess.TimeoutExpired:
                 self.ended = False
-            # A child that outlived its parent (a scheduler in a long step) is in the same group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            finally:  # also after another Ctrl-C
+                # A child that outlived its parent (a scheduler in a long step) is in this group.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def logs(self) -> str:
         return self.log.read_text(errors="replace")

@@ -1,5 +1,6 @@
 """Reading a server's trace, and the demo's numbers and picture made from it."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from sglang_cake.cli import demo, main
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, report, table
 from sglang_cake.demo.event_trace import read_event_trace
-from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.demo.sglang_server import Reply, SglangServer
 from sglang_cake.simulator.shapes import MODELS
 
 PROMPT, BLOCK, CHUNK = 1024, 128, 256
@@ -206,3 +207,59 @@ def test_demo_leaves_what_its_folder_held_before(
     assert main(["demo", *args]) == 2  # after all else was prepared
     assert "/dev/null/x" in capsys.readouterr().err
     assert kept.read_text() == "of a server"
+
+
+# A server with these metrics that answers `/generate` with one token, but not in the arm `load`.
+STAND_IN = r"""
+import http.server, json, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+fails = "bandwidth=" in " ".join(sys.argv)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(200, METRICS.encode())
+    def do_POST(self):
+        event = {"output_ids": [5], "meta_info": {"id": "r"}}
+        self.reply(500 if fails else 200, b"data: " + json.dumps(event).encode() + b"\n\n")
+    def reply(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def run_demo(folder: Path, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, int]) -> int:
+    """`sglang-cake demo` with stand-ins, up to the arm `load`."""
+    lines = "".join(f'sglang:cake_{name}_total{{x="y"}} {n}\n' for name, n in metrics.items())
+    script = folder / "stand_in.py"
+    script.write_text(f"METRICS = {lines!r}\n{STAND_IN}")
+    (folder / "config.json").write_text(json.dumps(MODELS["llama-3.1-8b"]))
+    launched = functools.partial(SglangServer, launcher=(sys.executable, str(script)))
+    monkeypatch.setattr(demo, "SglangServer", launched)
+    monkeypatch.setattr(demo, "make_prompt", lambda *args, **options: ([1] * 4096, False))
+    monkeypatch.setattr(demo, "STORE_QUIET_S", 0.0)
+    store = ["--store", f"file://{folder}/kv", "--codec", "zstd"]
+    return main(["demo", "--model", str(folder), "--out", str(folder / "out"), *store])
+
+
+def test_demo_error_of_a_server_is_one_line_that_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo(tmp_path, monkeypatch, {"stored_blocks": 32}) == 1
+    said = capsys.readouterr()
+    (line,) = [line for line in said.out.splitlines() if "failed: " in line]
+    assert "failed: load: HTTP Error 500: Internal Server Error (the" in line
+    assert line.endswith(f"(the server's log: {tmp_path}/out/server-load.log)")
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("new", [0, 8, 32])
+def test_demo_with_a_codec_counts_blocks_of_a_used_store_as_they_are_stored(
+    new: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A block of 128 tokens has 16 MiB, and the codec leaves half of it."""
+    half, old = 2**23, 32 - new
+    metrics = {"stored_blocks": new, "encoded_blocks": new, "stored_bytes": new * half}
+    metrics |= {"read_blocks": old, "read_bytes": old * half}
+    assert run_demo(tmp_path, monkeypatch, metrics) == 1
+    assert f"the prompt's KV is {32 * half / 1e6:.1f} MB as it is stored" in capsys.readouterr().out

@@ -5,18 +5,21 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from polling import until
 
 from sglang_cake.demo.sglang_server import (
+    Run,
     ServerDied,
     SglangServer,
     flush_cache,
     free_port,
     generate,
+    spawned,
 )
 
 # Answers like SGLang, and starts a child that ignores SIGTERM as a busy scheduler would.
@@ -55,10 +58,11 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def server(folder: Path, code: str) -> SglangServer:
+def server(folder: Path, code: str, run: Run = spawned) -> SglangServer:
     script = folder / "stand_in.py"
     script.write_text(code)
-    return SglangServer(folder, log=folder / "server.log", launcher=(sys.executable, str(script)))
+    launcher = (sys.executable, str(script))
+    return SglangServer(folder, log=folder / "server.log", launcher=launcher, run=run)
 
 
 def gone(pid: int) -> bool:
@@ -91,6 +95,29 @@ def test_testing_server_streams_events_and_stops_its_process_tree(
             generate(running.base_url, [])
         child = int(running.logs().split()[1])
         os.kill(child, 0)
+    until(lambda: gone(child), "the child ends with its server")
+
+
+def test_testing_server_whose_stop_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    """A second Ctrl-C, while the server has still time to end."""
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    def run(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Interrupted:
+        return Interrupted(command, env=env, stdout=out, start_new_session=True)
+
+    running = server(tmp_path, STAND_IN, run)
+    running.start()
+    child = int(running.logs().split()[1])
+    process = running.process
+    assert process is not None
+    with pytest.raises(KeyboardInterrupt):
+        running.stop()
+    assert process.returncode is not None
     until(lambda: gone(child), "the child ends with its server")
 
 
