@@ -35,14 +35,14 @@ from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult, MultiModalSta
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.runai_utils import ObjectStorageModel
+from system_calls import Held
 from transformers import dynamic_module_utils
 
 from sglang_cake.core.keys import Namespace
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
-from sglang_cake.integration.identity import content, identity, weight_hooks
-from sglang_cake.integration.identity.content import MAX_CODE_FILES, Files, file_states
+from sglang_cake.integration.identity import weight_hooks
+from sglang_cake.integration.identity.content import MAX_CODE_FILES, file_states
 from sglang_cake.integration.identity.identity import (
-    LOADED,
     SHORT_BYTES,
     Identity,
     LoadedDraft,
@@ -780,6 +780,14 @@ def _checkpoint(folder: Path, value: float, *, config: bool = True) -> Path:
     return folder
 
 
+def _snapshot(cache: Path) -> Path:
+    """The folder of the model some/model in a cache of Hugging Face. It is not there yet."""
+    repo = cache / "models--some--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    return repo / "snapshots" / ("0" * 40)
+
+
 def _started(folder: Path, value: float) -> Named:
     """A server whose weights have this value, and are named."""
     one = Named(_checkpoint(folder, value))
@@ -828,8 +836,8 @@ def test_identity_files_that_the_load_downloads_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be newer than the process. A file that was there before must not change."""
-    folder = _checkpoint(tmp_path / "snapshot", 1.0)
-    monkeypatch.setattr(ModelSource, "folder", lambda source: folder)
+    folder = _checkpoint(_snapshot(tmp_path), 1.0)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     found = []
     for edited in (False, True):
         (folder / "model.safetensors").unlink()
@@ -848,13 +856,9 @@ def test_identity_configuration_of_the_default_cache_counts_beside_a_download_fo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang reads config.json from there, and the weights from `--download-dir`."""
-    for place in ("default", "weights"):
-        repo = tmp_path / place / "models--some--model"
-        (repo / "refs").mkdir(parents=True)
-        (repo / "refs" / "main").write_text("0" * 40)
-    config = tmp_path / "default" / "models--some--model" / "snapshots" / ("0" * 40) / "config.json"
+    config = _snapshot(tmp_path / "default") / "config.json"
     config.parent.mkdir(parents=True)
-    _checkpoint(repo / "snapshots" / ("0" * 40), 1.0, config=False)
+    _checkpoint(_snapshot(tmp_path / "weights"), 1.0, config=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "default"))
     found = []
     for text in ("{}", '{"rope_theta": 7}', "{}"):
@@ -948,17 +952,15 @@ def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_file
     os.truncate(first / "model.safetensors", SHORT_BYTES + 1)
     one = Named(first, reduce_min=lambda tensor: None)
     files = file_states(_checkpoint(tmp_path / "new", 2.0).glob("*.safetensors"))
-    hashing = threading.Event()
+    held = Held(os.readv)
 
-    def digest(files: Files, cancelled: threading.Event) -> str:
-        if first / "model.safetensors" in files:
-            hashing.set()
-            assert cancelled.wait(60)
-        return content.content_digest(files, cancelled)
+    def readv(fd: int, buffers: Sequence[Any]) -> Any:
+        read = held if os.fstat(fd).st_size > SHORT_BYTES else held.real
+        return read(fd, buffers)
 
-    monkeypatch.setattr(identity, "content_digest", digest)
+    monkeypatch.setattr(os, "readv", readv)
     one.identity.start()
-    assert hashing.wait(60)
+    assert held.entered.wait(60)
     one.identity.weights_changing()
     one.identity.weights_changed(files, "auto", None)
     one.identity.wait()
@@ -967,6 +969,7 @@ def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_file
     started = _started(tmp_path / "b", 2.0)
     started.identity.wait()
     assert one.digest == started.digest
+    held.go.set()
 
 
 @pytest.mark.parametrize("load_format", ["dummy", None])
@@ -1145,17 +1148,13 @@ def test_identity_weights_that_one_rank_does_not_know_are_private_on_all(tmp_pat
     [("EAGLE", 3), ("FROZEN_KV_MTP", 0), ("dspark", 3), ("UNO", 0), ("MINE", 3), ("NO_KV", 0)],
 )
 def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-    register_algorithm: Callable[..., None],
-    algorithm: str,
-    drafts: int,
+    register_algorithm: Callable[..., None], algorithm: str, drafts: int
 ) -> None:
     """That of Gemma 4 reads the target's KV, and has a pool for show."""
     register_algorithm("MINE", has_draft_kv=True)
     register_algorithm("NO_KV", has_draft_kv=False)
     loaded = LoadedFiles()
-    monkeypatch.setattr(weight_hooks, "LOADED", loaded)  # the hooks know that of the process
-    load = hooks_of(weight_hooks.install)["load_model"]
+    load = hooks_of(partial(weight_hooks.install, loaded))["load_model"]
     args = ServerArgs(model_path="/models/m", speculative_algorithm=algorithm)
     model = SimpleNamespace(model_path="/models/none", revision=None)
     for is_draft in (False, True, True, True):
@@ -1167,15 +1166,14 @@ def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
 
 @pytest.mark.parametrize("is_draft", [False, True])
 def test_weight_hooks_configuration_is_recorded_before_sglang_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_draft: bool
+    tmp_path: Path, is_draft: bool
 ) -> None:
     """Between the read and the load of the weights, ranks wait for each other."""
     target, draft = (_checkpoint(tmp_path / name, 1.0) for name in ("target", "draft"))
     one = Named(target)
     one.loaded.configs.clear()
     one.loaded.model_recorded = False
-    monkeypatch.setattr(weight_hooks, "LOADED", one.loaded)
-    hooks = hooks_of(weight_hooks.install)
+    hooks = hooks_of(partial(weight_hooks.install, one.loaded))
     args = ServerArgs(
         model_path=str(target),
         speculative_algorithm="EAGLE",
@@ -1209,8 +1207,7 @@ def test_weight_hooks_weights_streamed_from_an_object_store_are_private(
     args = {"load_format": "runai_streamer", "speculative_algorithm": "EAGLE"}
     one = Named(folder, model_config=target, **args)
     one.loaded.model_recorded = False
-    monkeypatch.setattr(weight_hooks, "LOADED", one.loaded)
-    load = hooks_of(weight_hooks.install)["load_model"]
+    load = hooks_of(partial(weight_hooks.install, one.loaded))["load_model"]
     for model in (target, draft):
         load(
             lambda runner: None,
@@ -1350,17 +1347,16 @@ def test_weight_hooks_update_from_disk_inside_a_session_leaves_the_weights_unkno
 
 @pytest.mark.parametrize("name", ["_load_lora_adapter", "_load_lora_adapter_from_tensors"])
 def test_weight_hooks_adapter_that_failed_to_load_here_is_recorded_as_on_other_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    tmp_path: Path, name: str
 ) -> None:
     """They may have loaded it, and all ranks reduce their results together."""
     recorded: list[str] = []
-    monkeypatch.setattr(LOADED, "adapters", {})
-    monkeypatch.setattr(LOADED, "on_adapter", recorded.append)
-    load = hooks_of(weight_hooks.install)[name]
+    loaded = LoadedFiles(on_adapter=recorded.append)
+    load = hooks_of(partial(weight_hooks.install, loaded))[name]
     ref = SimpleNamespace(lora_path=str(tmp_path / "none"), lora_id="a")
     assert not load(lambda *args: SimpleNamespace(success=False), None, ref).success
     assert recorded == ["a"]
-    assert LOADED.adapters == {"a": None}
+    assert loaded.adapters == {"a": None}
 
 
 def test_weight_hooks_adapter_that_stays_loaded_keeps_its_digest_over_many_loads(
@@ -1369,7 +1365,6 @@ def test_weight_hooks_adapter_that_stays_loaded_keeps_its_digest_over_many_loads
     """Digests of unloaded adapters are forgotten in its place."""
     monkeypatch.setattr(weight_hooks, "MAX_ADAPTERS", 3)
     one = _started(tmp_path / "model", 1.0)
-    monkeypatch.setattr(weight_hooks, "LOADED", one.loaded)
     folder = _checkpoint(tmp_path / "adapter", 1.0)
     manager = SimpleNamespace(loras={})
 
@@ -1379,7 +1374,7 @@ def test_weight_hooks_adapter_that_stays_loaded_keeps_its_digest_over_many_loads
         )
         return SimpleNamespace(success=True)
 
-    load = hooks_of(weight_hooks.install)["_load_lora_adapter"]
+    load = hooks_of(partial(weight_hooks.install, one.loaded))["_load_lora_adapter"]
     ids = [f"{number}" for number in range(9)]
     for lora_id in ids:
         load(original, manager, SimpleNamespace(lora_path=str(folder), lora_id=lora_id))

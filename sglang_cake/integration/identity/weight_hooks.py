@@ -2,6 +2,7 @@
 Another one is where SGLang releases memory."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.boundary import register
 from sglang_cake.integration.compat import weights_are_being_pushed
 from sglang_cake.integration.identity.content import Files
-from sglang_cake.integration.identity.identity import LOADED, LoadedDraft, ModelSource
+from sglang_cake.integration.identity.identity import LOADED, LoadedDraft, LoadedFiles, ModelSource
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.request.media import forget_embeddings
 from sglang_cake.integration.support_matrix import has_draft_kv
@@ -29,13 +30,16 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 MAX_ADAPTERS = 4096
 
 
-def install() -> None:
-    """Register the hooks. Call while plugins are being loaded."""
+def install(loaded: LoadedFiles = LOADED) -> None:
+    """Register the hooks. Call while plugins are being loaded.
+
+    Args: loaded: where they record what SGLang loads.
+    """
     around: dict[str, Callable[..., Any]] = {
-        f"{_WORKER}._init_model_config": _read_config,
-        f"{_RUNNER}.load_model": _load_model,
-        f"{_LORA}._load_lora_adapter": _load_adapter,
-        f"{_LORA}._load_lora_adapter_from_tensors": _push_adapter,
+        f"{_WORKER}._init_model_config": partial(_read_config, loaded),
+        f"{_RUNNER}.load_model": partial(_load_model, loaded),
+        f"{_LORA}._load_lora_adapter": partial(_load_adapter, loaded),
+        f"{_LORA}._load_lora_adapter_from_tensors": partial(_push_adapter, loaded),
         f"{_UPDATER}.update_weights_from_disk": _update_from_disk,
         # Weights are pushed between begin and end, or by update_weights_from_ipc alone.
         f"{_UPDATER}.begin_weight_update": _begin_update,
@@ -50,7 +54,7 @@ def install() -> None:
         register(function, hook, HookType.AROUND, unsafe=True)
 
 
-def _read_config(original: Any, worker: Any) -> Any:
+def _read_config(loaded: LoadedFiles, original: Any, worker: Any) -> Any:
     """SGLang reads config.json here. The load of the weights begins later."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -59,25 +63,25 @@ def _read_config(original: Any, worker: Any) -> Any:
     if worker.is_draft_worker:
         path = view.speculative_draft_model_path or path
         revision = view.speculative_draft_model_revision or revision
-    LOADED.reads(ModelSource(path, revision, view.download_dir), view)
+    loaded.reads(ModelSource(path, revision, view.download_dir), view)
     return original(worker)
 
 
-def _load_model(original: Any, runner: Any) -> Any:
+def _load_model(loaded: LoadedFiles, original: Any, runner: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view = resolving_view(runner.server_args)
     source = ModelSource.of(runner.model_config, view.download_dir)
-    LOADED.reads(source, view)  # for a worker that reads its configuration in another way
+    loaded.reads(source, view)  # for a worker that reads its configuration in another way
     if not runner.is_draft_worker:
-        LOADED.weights = source.weights_or_none()
-        LOADED.model_recorded = True
+        loaded.weights = source.weights_or_none()
+        loaded.model_recorded = True
     elif has_draft_kv(view):
-        LOADED.drafts.append(LoadedDraft(runner, source, source.weights_or_none()))
+        loaded.drafts.append(LoadedDraft(runner, source, source.weights_or_none()))
     return original(runner)
 
 
-def _load_adapter(original: Any, manager: Any, ref: Any) -> Any:
+def _load_adapter(loaded: LoadedFiles, original: Any, manager: Any, ref: Any) -> Any:
     before = _adapter_files(ref.lora_path)
     result = original(manager, ref)
     if result.success:
@@ -87,16 +91,19 @@ def _load_adapter(original: Any, manager: Any, ref: Any) -> Any:
             before = after
         # SGLang's tree has KV under the LoRA id. An id that is loaded again from other files must
         # have no digest.
-        earlier = LOADED.adapters.get(ref.lora_id, after)
-        _record_adapter(manager, ref.lora_id, after if before == after == earlier else None)
-    else:
-        _record_adapter(manager, ref.lora_id, None)  # it may have been loaded on other ranks
+        earlier = loaded.adapters.get(ref.lora_id, after)
+        _record_adapter(loaded, manager, ref.lora_id, after if before == after == earlier else None)
+    else:  # it may have been loaded on other ranks
+        _record_adapter(loaded, manager, ref.lora_id, None)
     return result
 
 
-def _push_adapter(original: Any, manager: Any, ref: Any, *args: Any, **kwargs: Any) -> Any:
+def _push_adapter(
+    loaded: LoadedFiles, original: Any, manager: Any, ref: Any, *args: Any, **kwargs: Any
+) -> Any:
     result = original(manager, ref, *args, **kwargs)
-    _record_adapter(manager, ref.lora_id, None)  # also after a failure: other ranks may have it
+    # Also after a failure: other ranks may have it.
+    _record_adapter(loaded, manager, ref.lora_id, None)
     return result
 
 
@@ -122,13 +129,13 @@ def _adapter_files(path: str) -> Files | None:
         return None
 
 
-def _record_adapter(manager: Any, lora_id: str, files: Files | None) -> None:
-    if len(LOADED.adapters) >= MAX_ADAPTERS:
-        unloaded = (each for each in LOADED.adapters if each not in manager.loras)
-        LOADED.adapters.pop(next(unloaded, ""), None)
-    LOADED.adapters[lora_id] = files
-    if LOADED.on_adapter is not None:  # else there is no tree yet, and `Identity.start` reads it
-        LOADED.on_adapter(lora_id)
+def _record_adapter(loaded: LoadedFiles, manager: Any, lora_id: str, files: Files | None) -> None:
+    if len(loaded.adapters) >= MAX_ADAPTERS:
+        unloaded = (each for each in loaded.adapters if each not in manager.loras)
+        loaded.adapters.pop(next(unloaded, ""), None)
+    loaded.adapters[lora_id] = files
+    if loaded.on_adapter is not None:  # else there is no tree yet, and `Identity.start` reads it
+        loaded.on_adapter(lora_id)
 
 
 def _service(updater: Any) -> "CakeService | None":
