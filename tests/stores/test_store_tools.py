@@ -303,7 +303,9 @@ def run_limited(*args, most_bytes):
         f"resource.setrlimit(resource.RLIMIT_AS, ({most_bytes}, {most_bytes}))\n"
         "from sglang_cake.cli import main\n"
         "status = main(['store', *sys.argv[1:]])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)\n"
+        # Not `ru_maxrss`, in which Linux counts the memory of the process that forked this one.
+        "text = open('/proc/self/status').read()\n"
+        "print(int(text.split('VmHWM:')[1].split()[0]) << 10)\n"
         "sys.exit(status)\n"
     )
     return subprocess.run(
