@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.stores.file import disk
+
 
 def failing(number: int) -> Callable[..., Any]:
     """A call that always fails. Args: number: the `errno`."""
@@ -85,7 +87,8 @@ class Held:
 
 
 class Disk:
-    """What `os.statvfs` says of every file system.
+    """What `os.statvfs` says of every file system. It is FUSE, so that blocks that were evicted
+    count as free though the answers stay as they are.
 
     Attributes:
         asked: the folders, in order.
@@ -100,6 +103,7 @@ class Disk:
         self.f_bavail, self.f_favail = 10**12, 10**6
         self.asked: list[object] = []
         monkeypatch.setattr(os, "statvfs", self._ask)
+        monkeypatch.setattr(disk, "file_system_type", lambda folder: 0x65735546)
 
     def lose_its_size(self) -> None:
         """From now on the size is not fixed, as that of a tmpfs with `size=0`."""

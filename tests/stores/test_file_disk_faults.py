@@ -35,7 +35,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
-from sglang_cake.stores.file.disk import FRESH_S, REFUSED_S, Amount, FreeSpace
+from sglang_cake.stores.file.disk import FRESH_S, NEAR_BYTES, REFUSED_S, Amount, FreeSpace
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 FAILURES = [
@@ -325,9 +325,18 @@ def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monke
     assert [free_space.take(n).bytes for n in (30, 30, 3)] == [0, 0, 3]
     free_space.freed(Amount(2))
     assert [free_space.take(n).bytes for n in (3, 2, 1)] == [1, 0, 1]
-    assert disk.asked == [tmp_path]
     disk.f_bavail, now = 41, FRESH_S
     assert not free_space.take(1)
+
+
+def test_free_space_far_from_its_limit_is_asked_for_once_a_second(tmp_path, monkeypatch):
+    now, disk = 0.0, Disk(monkeypatch)
+    disk.f_bavail = NEAR_BYTES + 1000
+    free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
+    assert [free_space.take(n).bytes for n in (30, 30)] == [0, 0]
+    assert disk.asked == [tmp_path]
+    now = FRESH_S
+    assert not free_space.take(30)
     assert disk.asked == [tmp_path] * 2
 
 
@@ -352,7 +361,7 @@ def test_free_space_of_a_disk_that_refused_a_block_is_what_was_freed_since(tmp_p
     assert not free_space.take(30)
 
 
-async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
+async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path, monkeypatch):
     file_bytes = HEADER_BYTES + LAYOUT.block_bytes
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
@@ -366,8 +375,8 @@ async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_pa
             stored.append(name)
 
     try:
+        Disk(monkeypatch)  # tells of more space than there is
         async with opened_store(tmp_path, clock=lambda: now_s) as store:
-            # Within a second: what the file system needs for itself is not seen yet.
             with pytest.raises(StoreFull) as error:
                 await fill(store)
             assert error.value.reason == "full"

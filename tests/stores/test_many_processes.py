@@ -327,6 +327,24 @@ def test_free_space_inodes_are_limited_like_bytes(tmp_path, disk):
     assert space.missing() == Amount()
 
 
+def test_free_space_that_another_process_has_taken_within_a_second_is_missing(
+    tmp_path, disk, monkeypatch
+):
+    monkeypatch.setattr(disk_module, "file_system_type", lambda folder: EXT4)
+    disk.f_bavail = 1000 + 100
+    one, other = (FreeSpace(tmp_path, 1000, clock=disk.clock) for _ in range(2))
+    assert [space.missing() for space in (one, other)] == [Amount(), Amount()]
+    assert not one.take(80)
+    disk.f_bavail -= 80
+    assert other.take(80) == Amount(60)
+    other.freed(Amount(60))  # and a third process takes 50 of them
+    disk.f_bavail += 10
+    assert other.take(80) == Amount(50)
+    other.freed(Amount(50))
+    disk.f_bavail += 50
+    assert not other.take(80)
+
+
 def test_free_space_of_a_file_system_without_a_size_is_unlimited(tmp_path, disk):
     disk.lose_its_size()
     space = FreeSpace(tmp_path, 1000, clock=disk.clock)
@@ -393,7 +411,17 @@ def evict_what_is_missing(space, disk):
     return missing.bytes
 
 
-BTRFS, ZFS, EXT4 = 0x9123683E, 0x2FC12FC1, 0xEF53
+BTRFS, ZFS, EXT4, NFS = 0x9123683E, 0x2FC12FC1, 0xEF53, 0x6969
+
+
+@pytest.mark.parametrize("kind", [BTRFS, NFS])
+def test_free_space_of_a_disk_that_reports_late_counts_what_is_freed(tmp_path, monkeypatch, kind):
+    disk = LateDisk(monkeypatch, kind, late_s=10)
+    space = FreeSpace(tmp_path, 1000, clock=disk.clock)
+    assert evict_what_is_missing(space, disk) == 1000
+    assert space.take(300).bytes == 300
+    space.freed(Amount(300))
+    assert not space.take(300)
 
 
 @pytest.mark.parametrize("kind", [BTRFS, ZFS])

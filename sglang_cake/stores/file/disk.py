@@ -66,10 +66,13 @@ def shared_file_system(folder: Path) -> str | None:
 
 
 FRESH_S = 1.0  # time for which an answer of the file system is used
+NEAR_BYTES = 16 << 30  # more than several processes together write in FRESH_S
 REFUSED_S = 600.0  # longer than a pause of writing, so that eviction precedes each further try
 # These file systems report the space of removed files only after their next commit.
 FREES_LATE: Final = {0x9123683E: "btrfs", 0x2FC12FC1: "ZFS"}
 LATE_S = 30.0  # time for which that space counts as free before they report it
+# These may answer with the free space of some seconds ago.
+_REPORT_LATE: Final = frozenset((*FREES_LATE, *SHARED, _FUSE))
 _UNLIMITED = 1 << 62
 FILES_PER_BLOCK = 3  # inodes: the block, and at most two new folders
 FOLDER_BYTES = 4096  # of an almost empty folder on the disk
@@ -146,7 +149,8 @@ class FreeSpace:
         """Take the space for a block of `size_bytes`; returns the missing space, or zero.
 
         The file system is asked every FRESH_S. In between, the blocks of this process are
-        subtracted, so that a burst of writes stays within the limit.
+        subtracted, so that a burst of writes stays within the limit. With less than NEAR_BYTES, it
+        is asked each time, since other processes take the same space.
         Raises: OSError.
         """
         with self._lock:
@@ -193,6 +197,8 @@ class FreeSpace:
         if self._asked_s is None or now_s - self._asked_s >= FRESH_S:
             self._refresh(now_s)
             self._asked_s = now_s
+        elif self._usable_bytes < NEAR_BYTES:
+            self._subtract_others()
         # A limit of which the file system tells needs no other rule.
         if self._usable_bytes < 0 or now_s - self._refused_s >= REFUSED_S:
             self._freed_bytes = _UNLIMITED
@@ -212,6 +218,13 @@ class FreeSpace:
             self._usable_files = stat.f_favail - int(stat.f_files * share)
         else:  # created on demand, as by btrfs
             self._usable_files = _UNLIMITED
+
+    def _subtract_others(self) -> None:
+        """Lower the usable bytes to what the file system reports now."""
+        reported_bytes = self._reported_bytes(os.statvfs(self._folder))
+        if file_system_type(self._folder) in _REPORT_LATE:  # or each block would evict many
+            reported_bytes += self._newly_freed_bytes + sum(freed for _, freed in self._unreported)
+        self._usable_bytes = min(self._usable_bytes, reported_bytes)
 
     def _reported_bytes(self, stat: os.statvfs_result) -> int:
         free = free_bytes(stat)
