@@ -511,6 +511,23 @@ def test_block_folder_that_can_remove_no_file_fails_to_evict_and_recovers(tmp_pa
         assert evict(folder, every) == every
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_block_folder_short_of_descriptors_or_memory_keeps_the_order_of_eviction(
+    tmp_path, monkeypatch, number
+):
+    with contextlib.closing(opened(tmp_path, policy="lru")) as folder:
+        for name in range(10):
+            put(folder, name)
+        known_blocks = folder.evictor.known_blocks
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", failing(number))
+            with pytest.raises(OSError, match=os.strerror(number)):
+                evict(folder, STORED_BYTES)
+        assert folder.evictor.known_blocks == known_blocks == 10
+        assert evict(folder, 3 * STORED_BYTES) == 3 * STORED_BYTES
+        assert there(folder, range(10)) == list(range(3, 10))
+
+
 def test_block_folder_put_of_a_block_being_written_returns_false(folder):
     with folder.writing(DIGEST, key_of(0), STORED_BYTES) as file:
         assert file is not None

@@ -46,6 +46,8 @@ FREE_AT_ONCE = Amount(16 << 20, 1000)
 # in a row, as after `store clear`.
 MOST_PASSED = 1000
 MOST_UNREMOVED = 16  # files that an eviction cannot remove before it fails
+# Errors that say nothing about the file: of the whole file system, of the process, of the machine.
+_NOT_OF_THE_FILE = frozenset((errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 
 
 def ahead_bytes(limit_bytes: int) -> int:
@@ -219,7 +221,7 @@ class Evictor:
                 try:
                     evicted = self._evict(index, stored)
                 except OSError as error:
-                    if error.errno == errno.EROFS:
+                    if error.errno in _NOT_OF_THE_FILE:
                         raise
                     del kept[block]  # a damaged file stays, and the next leader tries it again
                     self._complain_of_file(error)
