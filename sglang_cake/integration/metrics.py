@@ -252,7 +252,7 @@ class StoreMetrics:
                 counter(policy)
         self._events = _counter(
             "store_events_total",
-            "What happened between this process and its remote stores, by name.",
+            "What happened between this process and its stores, by name.",
             labels,
             "event",
         )

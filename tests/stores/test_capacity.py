@@ -879,6 +879,7 @@ def test_index_rebuilt_beside_a_damaged_folder_counts_the_other_blocks(
     with contextlib.closing(opened(tmp_path)) as folder:
         assert folder.stats().blocks == 2
         assert put(folder, 3)
+        assert folder.supervisor.unreadable_files == 1
     assert caplog.text.count("left out") == 1
     assert f"left out 1 files or folders that cannot be read, such as {bad}: " in caplog.text
 

@@ -361,6 +361,26 @@ def test_free_space_of_a_disk_that_refused_a_block_is_what_was_freed_since(tmp_p
     assert not free_space.take(30)
 
 
+async def test_file_store_index_rebuilt_beside_an_unreadable_folder_counts_it(
+    tmp_path, monkeypatch
+):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
+        assert store.events() == {"unreadable": 0}
+    (tmp_path / "index.db").unlink()
+    damaged, listdir = path_of(tmp_path, A).parent.stat(), os.listdir
+
+    def fail_for_one(folder):
+        if os.path.samestat(os.stat(folder), damaged):
+            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", fail_for_one)
+    async with opened_store(tmp_path) as store:
+        assert (await store.stats()).blocks == 0
+        assert store.events() == {"unreadable": 1}
+
+
 async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path, monkeypatch):
     file_bytes = HEADER_BYTES + LAYOUT.block_bytes
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]

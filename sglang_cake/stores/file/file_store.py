@@ -126,6 +126,10 @@ class FileStore(Store):
         digest = self._frame.digest
         await run_stoppable(self._writers, lambda stop: self._folder.remove_namespace(digest))
 
+    def events(self) -> dict[str, int]:
+        """As in `Store`."""
+        return {"unreadable": self._folder.supervisor.unreadable_files}
+
     async def stats(self) -> StoreStats:
         return await run_stoppable(self._lookups, lambda stop: self._folder.stats())
 

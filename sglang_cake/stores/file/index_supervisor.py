@@ -73,6 +73,9 @@ class IndexSupervisor:
     """Keeps the index of one store open, in one process.
 
     Without an index, blocks can be looked up and read by their files, and none can be written.
+
+    Attributes:
+        unreadable_files: files and folders that rebuildings in this process left out.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class IndexSupervisor:
         self._complained = ""
         self._damaged: os.stat_result | None = None  # the file in which damage was found during use
         self._has_checked_sums = False
+        self.unreadable_files = 0
         self._rebuilding = Backoff()  # since each rebuild reads the whole folder
         self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
@@ -411,6 +415,7 @@ class IndexSupervisor:
         if not added:
             return
         if left_out:
+            self.unreadable_files += len(left_out)
             names, failure = next(iter(left_out.items()))
             logger.warning(
                 "store %s: index: left out %d files or folders that cannot be read, such as %s: %s",

@@ -303,9 +303,14 @@ class StoreServer(web.Server):
         return replace(stats, evictions=self._metrics.evictions())
 
     def count_blocks(self) -> None:
-        """Count evictions and corrupt blocks. To be called about every second."""
-        evictions = asdict(self._folder.evictions())
-        self._metrics.count_blocks(evictions, self._folder.corrupt_blocks)
+        """Count evictions, corrupt blocks and unreadable files. To be called about every second."""
+        self._metrics.count_blocks(
+            {
+                **asdict(self._folder.evictions()),
+                "corrupt_blocks": self._folder.corrupt_blocks,
+                "unreadable_files": self._folder.supervisor.unreadable_files,
+            }
+        )
 
     async def _read_keys(self, request: web.BaseRequest) -> list[BlockKey]:
         """Raises: RefusedRequest."""

@@ -58,6 +58,9 @@ class ServerMetrics:
             "evicted_bytes": self._counter("evicted_bytes", "Bytes evicted"),
             "evicting_us": self._counter("evicting_us", "Microseconds spent on eviction"),
             "skipped_blocks": self._counter("skipped_blocks", "Blocks not worth storing"),
+            "unreadable_files": self._counter(
+                "unreadable_files", "Files and folders that an index leaves out"
+            ),
         }
         self._so_far = dict.fromkeys(self._of_folder, 0)
 
@@ -72,10 +75,9 @@ class ServerMetrics:
         """Count a request."""
         self._requests.labels(method if method in METHODS else "other", status).inc()
 
-    def count_blocks(self, evictions: Mapping[str, int], corrupt_blocks: int) -> None:
-        """Take over the counts of the folder since it was opened. Args: evictions: by the names of
-        EVICTION_COUNTS."""
-        for name, count in {**evictions, "corrupt_blocks": corrupt_blocks}.items():
+    def count_blocks(self, counts: Mapping[str, int]) -> None:
+        """Take over the counts of the folder since it was opened, by name."""
+        for name, count in counts.items():
             self._of_folder[name].inc(count - self._so_far[name])
             self._so_far[name] = count
 

@@ -34,6 +34,7 @@ from http_servers import (
     start_request,
     write_token,
 )
+from namespace_folder import NamespaceFolder
 from polling import until
 from private_files import write_private
 from system_calls import Held, failing
@@ -398,6 +399,25 @@ def test_http_server_block_with_read_errors_is_set_aside_if_others_are_read(tmp_
             if len(found) == 2:  # until then the disk may be at fault
                 assert ask(server, "GET", block_path(FRAME.digest, key_of("b")))[0] == 200
         assert found == [503, 503, 404]
+
+
+def test_store_serve_index_rebuilt_beside_an_unreadable_folder_counts_it(tmp_path, monkeypatch):
+    with ServerInProcess(tmp_path) as server:
+        put_description(server)
+        put_block(server, "a")
+        assert metrics(server)["unreadable_files_total"] == 0
+    (tmp_path / "index.db").unlink()
+    damaged = NamespaceFolder(tmp_path, FRAME.digest).block(A).parent.stat()
+    listdir = os.listdir
+
+    def fail_for_one(folder):
+        if os.path.samestat(os.stat(folder), damaged):
+            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", fail_for_one)
+    with ServerInProcess(tmp_path) as server:
+        until(lambda: metrics(server)["unreadable_files_total"] == 1, "it is counted")
 
 
 def test_http_server_puts_beyond_half_of_the_connections_get_503_and_lookups_answers(
