@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 
 import pytest
 from http_servers import (
@@ -21,8 +22,6 @@ from http_servers import (
 from polling import until
 from system_calls import Held
 
-from sglang_cake.stores.file import block_files
-from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import STATS, block_path
 from sglang_cake.stores.http.request_body import RECEIVE_BYTES
 from sglang_cake.stores.http.server_blocks import READ_THREADS, BlockCheck
@@ -46,8 +45,8 @@ def hang_up(server, connections):
 
 
 def test_store_serve_readers_that_left_are_not_read_for(server, monkeypatch):
-    held = Held(block_files.open_to_read)
-    monkeypatch.setattr(block_files, "open_to_read", held)
+    held = Held(os.pread)
+    monkeypatch.setattr(os, "pread", held)
     gone = [server.connect() for _ in range(4 * READ_THREADS)]
     for connection in gone:
         connection.sendall(request_bytes(PATH))
@@ -69,7 +68,7 @@ def stored_in(server):
 
 @pytest.mark.parametrize(
     ("owner", "name", "sent_bytes"),
-    [(block_files, "new_tmp_name", 1), (os, "writev", RECEIVE_BYTES)],
+    [(secrets, "token_hex", 1), (os, "writev", RECEIVE_BYTES)],  # the first is for the file's name
     ids=["begun", "partly written"],
 )
 def test_store_serve_put_whose_client_left_leaves_nothing(
@@ -110,8 +109,8 @@ def test_store_serve_check_whose_client_left_sets_the_corrupt_block_aside(
     with file.open("r+b") as block:
         block.seek(-1, os.SEEK_END)
         block.write(b"?")
-    held = Held(server_blocks.PayloadHasher)
-    monkeypatch.setattr(server_blocks, "PayloadHasher", held)
+    held = Held(os.pread)
+    monkeypatch.setattr(os, "pread", held)
     connection = server.connect()
     report = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {own_token()}\r\n\r\n"
     connection.sendall(report.encode())

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from http_servers import (
     BIG_LAYOUT,
     FRAMED_BYTES,
     TOKEN,
-    WAIT_S,
     A,
     B,
     OurServer,
@@ -45,7 +43,6 @@ from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.keys import MAX_DESCRIPTION_BYTES, Namespace
 from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
-from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import (
     MAX_CONTAINS_KEYS,
     block_path,
@@ -318,23 +315,15 @@ async def test_http_store_more_puts_than_the_server_has_places_need_no_second_tr
 
 
 def test_http_server_put_that_waits_too_long_for_other_puts_gets_503(tmp_path, monkeypatch):
-    is_well = threading.Event()
-    writing = BlockFolder.writing
-
-    @contextlib.contextmanager
-    def wait(*args):
-        assert is_well.wait(WAIT_S)
-        with writing(*args) as file:
-            yield file
-
-    monkeypatch.setattr(BlockFolder, "writing", wait)  # a disk that hangs
+    held = Held(os.writev)
     with ServerInProcess(tmp_path / "root", stuck_s=2.0) as server:
         put_description(server)
+        monkeypatch.setattr(os, "writev", held)  # a disk that hangs
         puts = [start_put(server, n, FRAME, FRAMED_BYTES)[0] for n in range(MAX_PUTS)]
         until(lambda: server.metrics()["puts_in_progress"] == MAX_PUTS, "all have begun")
         status, headers, _ = ask(server, "PUT", PATH, GOOD)
         assert (status, headers["retry-after"]) == (503, "1")
-        is_well.set()
+        held.go.set()
         for connection in puts:
             assert read_status(connection) == 201
             connection.close()
@@ -376,8 +365,7 @@ def test_http_server_get_from_a_disk_in_trouble_gets_503(tmp_path, monkeypatch, 
         put_description(server)
         put_block(server, "a")
         with monkeypatch.context() as patch:
-            patch.setattr(server_blocks, "is_cached", lambda *_: False)
-            patch.setattr(os, "preadv", failing(errno.EIO))
+            patch.setattr(os, "pread", failing(errno.EIO))
             assert ask(server, "GET", PATH)[0] == 503
         assert ask(server, "GET", PATH)[::2] == (200, GOOD)
         assert "Traceback" not in caplog.text
@@ -385,7 +373,6 @@ def test_http_server_get_from_a_disk_in_trouble_gets_503(tmp_path, monkeypatch, 
 
 def test_http_server_block_with_read_errors_is_set_aside_if_others_are_read(tmp_path, monkeypatch):
     now_s = 0.0
-    monkeypatch.setattr(server_blocks, "is_cached", lambda *_: False)
     with ServerInProcess(tmp_path / "root", clock=lambda: now_s) as server:
         put_description(server)
         put_block(server, "a")
@@ -393,7 +380,7 @@ def test_http_server_block_with_read_errors_is_set_aside_if_others_are_read(tmp_
         found = []
         for _ in range(3):
             with monkeypatch.context() as patch:
-                patch.setattr(os, "preadv", failing(errno.EIO))
+                patch.setattr(os, "pread", failing(errno.EIO))
                 found.append(ask(server, "GET", PATH)[0])
             now_s += UNREADABLE_S
             if len(found) == 2:  # until then the disk may be at fault
@@ -424,10 +411,10 @@ def test_http_server_puts_beyond_half_of_the_connections_get_503_and_lookups_ans
     tmp_path, monkeypatch
 ):
     most = 4 * MAX_PUTS
-    held = Held(BlockFolder.writing)
-    monkeypatch.setattr(BlockFolder, "writing", lambda *args: held(*args))  # a disk that hangs
+    held = Held(os.writev)
     with ServerInProcess(tmp_path / "root", most_connections=most) as server:
         put_description(server)
+        monkeypatch.setattr(os, "writev", held)  # a disk that hangs
         puts = [start_put(server, n, FRAME, FRAMED_BYTES)[0] for n in range(most)]
         until(lambda: server.metrics().get(REFUSED_PUTS) == most // 2, "as many are refused")
         assert ask(server, "POST", contains_path(FRAME.digest, FRAMED_BYTES), A)[2] == b"\0"
