@@ -41,7 +41,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of records; each test has its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(content, "file_system_type", lambda path: EXT4)  # whatever it is here
-    monkeypatch.setattr(content, "SETTLED_S", -1.0)  # files of any age have records
+    later_s = time.time() + content.SETTLED_S + 60.0
+    monkeypatch.setattr("time.time", lambda: later_s)  # so that files of any age have records
     return tmp_path / "cache" / "sglang_cake" / "content"
 
 
@@ -195,10 +196,15 @@ def test_content_digest_recently_changed_file_is_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clocks of file systems are coarse, so it may change again without a change of its times."""
-    monkeypatch.setattr(content, "SETTLED_S", 3600.0)
     files = _states(_write(tmp_path / "m", a=b"1"))
+    (state,) = files.values()
+    changed_s = state.ctime_ns / 1e9
+    monkeypatch.setattr("time.time", lambda: changed_s + 0.9 * content.SETTLED_S)
     content_digest(files)
     assert unhashed_bytes(files) == 1
+    monkeypatch.setattr("time.time", lambda: changed_s + 1.1 * content.SETTLED_S)
+    content_digest(files)
+    assert unhashed_bytes(files) == 0
 
 
 @pytest.mark.parametrize("change", ["content", "longer", "shorter", "replaced", "gone"])
@@ -300,9 +306,9 @@ def test_content_digest_number_of_records_is_bounded(
 def test_content_digest_concurrent_processes_agree(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", **{f"f{i}": bytes([i]) * (1 << 20) for i in range(8)})
     program = (
-        "import sys, pathlib\n"
+        "import sys, pathlib, time\n"
         "from sglang_cake.integration.identity import content\n"
-        "content.SETTLED_S = -1.0\n"
+        f"time.time = lambda: {time.time()}\n"
         "files = content.file_states(pathlib.Path(sys.argv[1]).glob('*'))\n"
         "print(content.content_digest(files))\n"
     )
