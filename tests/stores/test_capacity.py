@@ -34,7 +34,7 @@ from sglang_cake.core.errors import (
 from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file import index, nofollow
+from sglang_cake.stores.file import index
 from sglang_cake.stores.file.block_folder import (
     MAX_SET_ASIDE,
     MOST_UNREADABLE,
@@ -115,7 +115,7 @@ def test_block_folder_at_capacity_evicts_the_oldest_blocks(folder, tmp_path):
 
 def put_together(folder, monkeypatch, number, owner, name):
     """Each put learns by this call how much is missing before any block is evicted."""
-    held, calls, call = Held(nofollow.remove_unread), itertools.count(1), getattr(owner, name)
+    held, calls, call = Held(os.unlink), itertools.count(1), getattr(owner, name)
     all_know = threading.Event()
 
     def counted(*args):
@@ -124,7 +124,7 @@ def put_together(folder, monkeypatch, number, owner, name):
             all_know.set()
         return missing
 
-    monkeypatch.setattr(nofollow, "remove_unread", held)
+    monkeypatch.setattr(os, "unlink", held)
     monkeypatch.setattr(owner, name, counted)
     with ThreadPoolExecutor(number) as pool:
         puts = [pool.submit(put, folder, 1000 + each) for each in range(number)]
@@ -179,8 +179,8 @@ def test_block_folder_block_in_use_survives_a_long_eviction_in_the_background(
         for name in range(130):
             put(folder, name)
         used_bytes = folder.stats().used_bytes
-    removing = Held(nofollow.remove_unread)
-    monkeypatch.setattr(nofollow, "remove_unread", removing)
+    removing = Held(os.unlink)
+    monkeypatch.setattr(os, "unlink", removing)
     capacity_bytes = used_bytes - 100 * STORED_BYTES
     with contextlib.closing(opened(tmp_path, capacity_bytes=capacity_bytes)) as folder:
         assert removing.entered.wait(60)
@@ -196,8 +196,8 @@ def test_block_folder_block_in_use_survives_a_long_eviction_for_a_quota(tmp_path
             facts = RequestFacts(f"request {name}", 1000, tenant=7)
             folder.on_access(DIGEST, [key_of(name)], facts)
             put(folder, name)
-    removing = Held(nofollow.remove_unread)
-    monkeypatch.setattr(nofollow, "remove_unread", removing)
+    removing = Held(os.unlink)
+    monkeypatch.setattr(os, "unlink", removing)
     rules = TenantRules(quota_bytes=30 * STORED_BYTES)
     folder = opened(tmp_path, capacity_bytes=None, tenant_rules=rules)
     with contextlib.closing(folder):
