@@ -23,16 +23,32 @@ class RequestTraceFile:
 
     The number of a block is a hash of its key with a random salt, which is never written. So the
     numbers do not reveal prompts, not even known ones, and have no meaning after a restart.
-    Several processes may append to it. Nothing is appended beyond MOST_BYTES. A line that a full
-    disk or the end of a process broke off stays, and the next one begins after it.
+    Several processes may append to it. A line that a full disk or the end of a process broke off
+    stays, and the next one begins after it.
     """
 
-    def __init__(self, path: Path, block_tokens: int) -> None:
-        """Mode 0600. Raises: OSError."""
+    def __init__(
+        self,
+        path: Path,
+        block_tokens: int,
+        *,
+        most_bytes: int = MOST_BYTES,
+        most_requests: int = MOST_REQUESTS,
+    ) -> None:
+        """Mode 0600.
+
+        Args:
+            most_bytes: of the file; nothing is appended beyond.
+            most_requests: whose later lookups are recognised.
+
+        Raises: OSError.
+        """
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._has_ended = False
         self._salt = os.urandom(32)
         self._block_tokens = block_tokens
+        self._most_bytes = most_bytes
+        self._most_requests = most_requests
         self._written: OrderedDict[str, None] = OrderedDict()
 
     def write(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
@@ -41,7 +57,7 @@ class RequestTraceFile:
         if not keys or self._has_ended or facts.id in self._written:
             return
         self._written[facts.id] = None
-        if len(self._written) > MOST_REQUESTS:
+        if len(self._written) > self._most_requests:
             self._written.popitem(last=False)
         line = {
             "t_s": time.time(),
@@ -55,9 +71,9 @@ class RequestTraceFile:
             size_bytes = os.fstat(self._fd).st_size
             if size_bytes and os.pread(self._fd, 1, size_bytes - 1) != b"\n":
                 text = b"\n" + text  # the last line is broken off
-            if size_bytes + len(text) > MOST_BYTES:
+            if size_bytes + len(text) > self._most_bytes:
                 self._has_ended = True
-                logger.warning("the recorded trace has %d bytes, and ends here", MOST_BYTES)
+                logger.warning("the recorded trace has %d bytes, and ends here", self._most_bytes)
                 return
             # One call, since other processes write lines, too.
             if os.write(self._fd, text) < len(text):

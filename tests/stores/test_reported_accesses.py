@@ -21,7 +21,6 @@ from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.simulator.request_traces import read_trace
-from sglang_cake.stores import request_recording
 from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext, Benefit
 from sglang_cake.stores.eviction.reuse_model import POOLED
@@ -365,10 +364,9 @@ def test_request_trace_file_has_one_line_per_request_and_no_keys(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_request_trace_files_of_several_processes_have_one_limit(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(request_recording, "MOST_BYTES", 10_000)
+def test_request_trace_files_of_several_processes_have_one_limit(tmp_path, caplog):
     path = tmp_path / "trace.jsonl"
-    traces = [RequestTraceFile(path, 128) for _ in range(4)]
+    traces = [RequestTraceFile(path, 128, most_bytes=10_000) for _ in range(4)]
     for request in range(100):
         for number, trace in enumerate(traces):
             trace.write([A, B], RequestFacts(f"{number}-{request}", 256))
@@ -378,10 +376,9 @@ def test_request_trace_files_of_several_processes_have_one_limit(tmp_path, monke
         trace.close()
 
 
-def test_request_trace_file_request_that_is_looked_up_again_has_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(request_recording, "MOST_REQUESTS", 2)
+def test_request_trace_file_request_that_is_looked_up_again_has_one_line(tmp_path):
     path = tmp_path / "trace.jsonl"
-    trace = RequestTraceFile(path, 128)
+    trace = RequestTraceFile(path, 128, most_requests=2)
     for request in ("r1", "r2", "r1", "r2", "r3", "r3", "r1"):
         trace.write([A], RequestFacts(request, 128))
     trace.close()
