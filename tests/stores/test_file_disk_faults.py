@@ -36,7 +36,8 @@ from sglang_cake.core.errors import (
 from sglang_cake.stores.file.block_files import FolderSettings
 from sglang_cake.stores.file.block_folder import UNREADABLE_S, BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, NEAR_BYTES, REFUSED_S, Amount, FreeSpace
-from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
+from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, NAMESPACE, block_of, key_of, read
 
 FAILURES = [
     ("writev", errno.ENOSPC, "full"),
@@ -203,14 +204,13 @@ async def test_file_store_read_error_of_a_moment_keeps_all_blocks(tmp_path, monk
             assert await read_a(store) == block_of("a")
 
 
-async def test_file_store_error_while_it_closes_reaches_the_caller(tmp_path, monkeypatch):
-    store, close = opened(tmp_path), BlockFolder.close
+async def test_file_store_error_while_it_closes_reaches_the_caller(tmp_path):
+    class Failing(BlockFolder):
+        def close(self):
+            super().close()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def fail(folder):
-        close(folder)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(BlockFolder, "close", fail)
+    store = FileStore(Failing(FolderSettings(tmp_path)), FRAME, threads=1)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         await store.close()
 

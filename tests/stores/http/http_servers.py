@@ -157,9 +157,11 @@ class ServerInProcess:
         keepalive_s=WAIT_S,
         tls=None,
         most_connections=100,
+        make_folder=BlockFolder,
         clock=time.monotonic,
     ):
         self._root = root
+        self._make_folder = make_folder
         self._clock = clock
         self._stuck_s = stuck_s
         self._keepalive_s = keepalive_s
@@ -189,7 +191,7 @@ class ServerInProcess:
     async def _serve(self):
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        folder = BlockFolder(FolderSettings(self._root), self._clock)
+        folder = self._make_folder(FolderSettings(self._root), self._clock)
         self._metrics = ServerMetrics()
         credentials = ServerCredentials(make_own_token(), tls_files=self._tls)
         server = StoreServer(

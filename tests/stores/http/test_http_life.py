@@ -115,15 +115,15 @@ async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_pa
     assert server.stop() == 0
 
 
-async def test_http_store_list_is_whole_after_its_server_has_stopped(tmp_path, monkeypatch):
+async def test_http_store_list_is_whole_after_its_server_has_stopped(tmp_path):
     """A reader who works on each block takes minutes, and the server limits its waiting."""
     count = 200_000  # of more bytes than the buffers of the connection
 
-    def many(folder, digest):
-        return (BlockInfo(BlockKey(i.to_bytes(32, "big")), 9, 1.0) for i in range(count))
+    class Many(BlockFolder):
+        def list_blocks(self, digest):
+            return (BlockInfo(BlockKey(i.to_bytes(32, "big")), 9, 1.0) for i in range(count))
 
-    monkeypatch.setattr(BlockFolder, "list_blocks", many)
-    with ServerInProcess(tmp_path / "root") as server:
+    with ServerInProcess(tmp_path / "root", make_folder=Many) as server:
         async with opened_client(f"http://127.0.0.1:{server.port}") as store:
             blocks = store.list_blocks()
             first = await anext(blocks)
@@ -132,12 +132,12 @@ async def test_http_store_list_is_whole_after_its_server_has_stopped(tmp_path, m
     assert len(keys) == count
 
 
-async def test_http_store_list_without_end_is_an_error_beyond_a_bound(tmp_path, monkeypatch):
-    def endless(folder, digest):
-        return (BlockInfo(BlockKey(i.to_bytes(32, "big")), 9, 1.0) for i in itertools.count())
+async def test_http_store_list_without_end_is_an_error_beyond_a_bound(tmp_path):
+    class Endless(BlockFolder):
+        def list_blocks(self, digest):
+            return (BlockInfo(BlockKey(i.to_bytes(32, "big")), 9, 1.0) for i in itertools.count())
 
-    monkeypatch.setattr(BlockFolder, "list_blocks", endless)
-    with ServerInProcess(tmp_path / "root") as server:
+    with ServerInProcess(tmp_path / "root", make_folder=Endless) as server:
         url = f"http://127.0.0.1:{server.port}"
         async with opened_client(url, max_list_bytes=1 << 20) as store:
             with pytest.raises(StoreUnavailable, match="a list of more than 1048576 bytes"):
