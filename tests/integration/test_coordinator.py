@@ -1696,3 +1696,22 @@ def test_coordinator_last_step_of_a_loaded_prompt_is_not_longer_for_others(
         assert harness.limit() == 0
         harness.poll(*harness.arrived)
         assert harness.limit() is None, "that was the last step"
+
+
+def test_coordinator_what_another_prompt_brought_and_lost_again_is_not_reported() -> None:
+    with CoordinatorHarness(mode="compute") as harness:
+        req = req_of(8.5)
+        harness.arrive(req)
+        harness.poll(req)
+        harness.step(req)
+        computed = req.prefix_len
+        harness.coordinator.requeued(req)
+        harness.grow(req, 6 * BLOCK)
+        harness.poll(req)
+        harness.evict(req, kept=computed)
+        harness.poll(req)
+        while not harness.step(req):
+            harness.poll(req)
+        [report] = req.customized_info["cake"]
+        assert report["matched_tokens"] == 0
+        assert report["computed_tokens"] == 8.5 * BLOCK

@@ -614,3 +614,41 @@ def test_ranks_prompt_that_one_rank_has_read_gets_buffers_on_the_other() -> None
             return all(record.meet.landed_blocks == 9 for record in records)
 
         until(landed, "all blocks have landed")
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_ranks_waiting_prompts_are_matched_on_both_when_one_fails_in_between(
+    ranks: TwoRanks, evicts: bool
+) -> None:
+    """A match changes the order of eviction in the tree."""
+    reqs = {rid: stored(ranks, rid) for rid in ("a", "b")}
+    matches: list[list[str]] = [[], []]
+
+    def arrive(harness: CoordinatorHarness, rank: int) -> None:
+        for rid, pair in reqs.items():
+
+            def matched(tokens: Any, limit: int, rid: str = rid, req: FakeReq = pair[rank]) -> int:
+                matches[rank].append(rid)
+                return min(limit, req.prefix_len)
+
+            harness.coordinator.arrive(pair[rank], matched)  # type: ignore[arg-type]
+        harness.settle()
+
+    ranks.both(arrive)
+    assert ranks.poll("a", "b") == [None, None]
+
+    def grow(harness: CoordinatorHarness, rank: int) -> None:
+        for pair in reqs.values():
+            harness.grow(pair[rank], 2 * BLOCK)
+        harness.coordinator.tree_evicts = evicts
+
+    ranks.both(grow)
+
+    def fail(*args: Any) -> None:
+        raise Fault("advance")
+
+    ranks.harnesses[0].coordinator._advance = fail  # type: ignore[method-assign]
+    raised = ranks.poll("a", "b")
+    assert isinstance(raised[0], Fault)
+    assert raised[1] is None
+    assert matches[0] == matches[1]

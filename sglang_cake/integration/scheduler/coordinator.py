@@ -16,7 +16,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -529,10 +529,14 @@ class Coordinator:
         waiting = [rid for rid in serving if rid != chunked]
         longer = self._longer_in_tree(waiting)
         if longer or self.tree_evicts:
-            self._attempt(failures, lambda: self._follow_tree(longer))
-            if self.tree_evicts:
-                self.tree_evicts = False
-                self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
+            evicted = self._may_be_evicted(waiting) if self.tree_evicts else []
+            self.tree_evicts = False
+            # All matches come first: what fails behind them fails on one rank, perhaps.
+            fronts: dict[str, int] = {}
+            matched = {record.rid: record for record in [*longer, *evicted]}.values()
+            self._attempt(failures, lambda: fronts.update(self._match(matched)))
+            self._attempt(failures, lambda: self._follow_tree(longer, fronts))
+            self._attempt(failures, lambda: self._look_up_evicted(evicted, fronts))
             awaiting, changed = self._vote(serving)
         self._undecided = {r.rid: None for r in awaiting if not r.agreed.lookup_done}
         if awaiting:  # the reduction comes first, and takes place whatever fails
@@ -978,24 +982,35 @@ class Coordinator:
             return False
         return bool(key.token_ids[start:stop] == record.tokens[start:stop])
 
-    def _follow_tree(self, records: Iterable[PromptRecord]) -> None:
+    def _may_be_evicted(self, rids: Sequence[str]) -> list[PromptRecord]:
+        """The first waiting requests, of which the tree may have evicted blocks."""
+        if self.store_detached:
+            return []
+        live = filter(None, map(self._records.get, rids[:MATCHED]))
+        return [each for each in live if each.stats.prefill_s is None and each.agreed.lookup_done]
+
+    @staticmethod
+    def _match(records: Iterable[PromptRecord]) -> dict[str, int]:
+        """By id, the number of leading tokens that the tree has of these requests. A match changes
+        the order of eviction."""
+        return {record.rid: record.matched_tokens() for record in records}
+
+    def _follow_tree(self, records: Iterable[PromptRecord], fronts: Mapping[str, int]) -> None:
         """Move the fronts of waiting requests to what other requests have brought into the tree."""
         for record in records:
-            front = record.matched_tokens()
-            if front > record.meet.front:
-                self._advance(record, front)
+            if self.record(record.req) is record and fronts[record.rid] > record.meet.front:
+                self._advance(record, fronts[record.rid])
                 self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
                 record.queue.outlook = None
                 record.queue.waits = False
 
-    def _look_up_evicted(self, rids: Sequence[str]) -> None:
+    def _look_up_evicted(self, records: Iterable[PromptRecord], fronts: Mapping[str, int]) -> None:
         """Repeat the lookup of a waiting request whenever the tree has evicted more of its blocks
         than have landed."""
-        for record in [self._records[rid] for rid in rids if rid in self._records]:
-            prefilled = record.stats.prefill_s is not None
-            if self.store_detached or prefilled or not record.agreed.lookup_done:
+        for record in records:
+            if self.record(record.req) is not record:
                 continue
-            front = record.matched_tokens()
+            front = fronts[record.rid]
             evicted = (record.meet.front - front) // self.block_tokens
             if evicted > record.meet.landed_blocks and self._config.allows_loading(
                 [True] * evicted, self.block_tokens
@@ -1358,7 +1373,9 @@ class Coordinator:
         """The tree has the first `tree_tokens` tokens of a prompt."""
         stats = record.stats
         if stats.computed_tokens + stats.loaded_tokens:
-            stats.rematched_tokens += max(0, tree_tokens - record.meet.front)
+            # What it got from others may be evicted again before it is admitted.
+            more = tree_tokens - record.meet.front
+            stats.rematched_tokens = max(0, stats.rematched_tokens + more)
         else:
             stats.matched_tokens = tree_tokens
         self._device_slots.discard(record, record.meet.advance(tree_tokens), "in_tree")
