@@ -417,6 +417,8 @@ class HttpSource:
     token_file: Path | None = None  # None: the user's own token, for a loopback address only
     ca: Path | None = None  # trusted certificates; None: those of the system
     reads_count: bool = True  # whether the server counts a GET as a use of the block
+    check_s: float = CHECK_S  # limit for `check`
+    max_namespaces_bytes: int = MAX_NAMESPACES_BYTES  # a longer list is an error
 
     def check(self) -> None:
         """Check that the files can be read, and that the server, if it answers, has a certificate
@@ -429,7 +431,7 @@ class HttpSource:
         self.locate()
         io = IoThread()  # this thread may run an event loop
         try:
-            io.run(self._ask(), CHECK_S)
+            io.run(self._ask(), self.check_s)
         except RemoteError as error:
             raise ConfigError(f"{self.base}: {error}") from None
         except aiohttp.ClientConnectorCertificateError as error:
@@ -475,8 +477,8 @@ class HttpSource:
                 if not page or page[-1].digest <= last:
                     raise StoreUnavailable("the pages of the list are out of order")
                 size_bytes += page_bytes
-                if size_bytes > MAX_NAMESPACES_BYTES:
-                    raise StoreUnavailable(f"a list of more than {MAX_NAMESPACES_BYTES} bytes")
+                if size_bytes > self.max_namespaces_bytes:
+                    raise StoreUnavailable(f"a list of more than {self.max_namespaces_bytes} bytes")
         except StoreUnavailable as error:
             raise StoreUnavailable(f"cannot list namespaces: {error}") from error
         finally:

@@ -37,6 +37,7 @@ from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.stores.base import RequestFacts
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.http.auth import ServerCredentials, own_token_path
+from sglang_cake.stores.http.http_store import HttpSource
 from sglang_cake.stores.http.protocol import (
     FACTS_HEADER,
     STATS,
@@ -111,10 +112,9 @@ async def test_http_source_check_within_a_running_loop_refuses_too(tmp_path, hom
         parse_sources(server.base)[0].check()
 
 
-def test_http_source_check_of_a_silent_server_passes(monkeypatch):
-    monkeypatch.setattr("sglang_cake.stores.http.http_store.CHECK_S", 0.05)
+def test_http_source_check_of_a_silent_server_passes():
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
-        parse_sources(f"http://127.0.0.1:{silent.getsockname()[1]}")[0].check()
+        HttpSource(f"http://127.0.0.1:{silent.getsockname()[1]}", check_s=0.05).check()
 
 
 @pytest.mark.parametrize(

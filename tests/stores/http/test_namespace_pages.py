@@ -10,7 +10,8 @@ from namespace_folder import NamespaceFolder
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import MAX_DESCRIPTION_BYTES, digest_of
 from sglang_cake.stores.base import StoredNamespace
-from sglang_cake.stores.http import http_store, protocol
+from sglang_cake.stores.http import protocol
+from sglang_cake.stores.http.http_store import HttpSource
 from sglang_cake.stores.open_store import parse_sources
 
 
@@ -95,8 +96,7 @@ async def test_http_source_pages_that_lead_nowhere_are_unavailable(spaces):
             await listed(server.base)
 
 
-async def test_http_source_namespaces_without_end_are_an_error_beyond_a_bound(monkeypatch):
-    monkeypatch.setattr(http_store, "MAX_NAMESPACES_BYTES", 10_000)
+async def test_http_source_namespaces_without_end_are_an_error_beyond_a_bound():
     pages = iter(by_digest(stored_namespaces(1000)))
 
     async def answer(asked):
@@ -104,5 +104,6 @@ async def test_http_source_namespaces_without_end_are_an_error_beyond_a_bound(mo
         asked.answer(200, body, headers=f"{protocol.MORE_HEADER}: {protocol.MORE}\r\n")
 
     async with bad_server(answer) as server:
+        source = HttpSource(server.base, max_namespaces_bytes=10_000)
         with pytest.raises(StoreUnavailable, match="more than 10000 bytes"):
-            await listed(server.base)
+            await source.namespaces()
