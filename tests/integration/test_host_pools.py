@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import PAGE_BYTES, HostArena, address_of
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import server_check
-from sglang_cake.integration.memory import host_pools as host_pools_module
 from sglang_cake.integration.memory import kv_pool
 from sglang_cake.integration.memory.host_pools import PIN_BYTES, host_pools, pin
 from sglang_cake.integration.memory.kv_pool import DeviceKV
@@ -141,11 +139,11 @@ def test_pin_allocates_each_chunk_between_the_calls_of_cuda(
 
 def test_pin_is_undone_with_pauses_for_other_calls_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s, pauses_s = [0.0], list[float]()
-    clock = SimpleNamespace(perf_counter=lambda: clock_s[-1], sleep=pauses_s.append)
     cudart = FakeCudart(monkeypatch)
     arena = HostArena([PIN_BYTES] * 2, prefault=False)
     assert pin(arena, CPU) == 2
-    monkeypatch.setattr(host_pools_module, "time", clock)
+    monkeypatch.setattr("time.perf_counter", lambda: clock_s[-1])
+    monkeypatch.setattr("time.sleep", pauses_s.append)
     cudart.on_call = lambda: clock_s.append(clock_s[-1] + 3.0)
     del arena
     gc.collect()

@@ -3,14 +3,12 @@
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 from filestore import folder_of
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.threads import DaemonPool
-from sglang_cake.stores.file import file_store
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.testing.store_contract import FRAME
@@ -67,7 +65,7 @@ async def test_file_store_close_on_a_disk_that_hangs_waits_once_for_all_calls(
 
     with monkeypatch.context() as patch:
         patch.setattr(DaemonPool, "join", hangs)
-        patch.setattr(file_store, "time", SimpleNamespace(monotonic=lambda: now_s), raising=False)
+        patch.setattr("time.monotonic", lambda: now_s)
         await store.close()
     folder.close()
     assert len(waits_s) > 1
