@@ -23,6 +23,7 @@ from tiering import BLOCK
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.stores.base import CountedStore, RequestFacts, WrapperStore
+from sglang_cake.stores.circuit_breaker import FIRST_S
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.reuse_model import ReuseModel
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
@@ -87,7 +88,8 @@ class Held:
         self.outage = OutageStore(self.below)
         self.gate = asyncio.Event()
         self.gate.set()
-        self.calls = RecordingStore(Gated(self.outage, self.gate))
+        self.refused = set()  # keys
+        self.calls = RecordingStore(Gated(self.outage, self.gate, self.refused))
         self.store = TieredStore(
             [self.memory, self.calls], block_bytes=BLOCK, copy_bytes=0, **options
         )
@@ -113,12 +115,15 @@ class Held:
 class Gated(WrapperStore):
     """Puts wait for the gate."""
 
-    def __init__(self, inner, gate):
+    def __init__(self, inner, gate, refused):
         super().__init__(inner)
         self.gate = gate
+        self.refused = refused
 
     async def put(self, key, data):
         await self.gate.wait()
+        if key in self.refused:
+            raise StoreFull("refused")
         return await super().put(key, data)
 
 
@@ -796,11 +801,80 @@ async def test_memory_tier_keeps_a_block_that_the_tier_below_refuses(error):
         held.outage.error = error
         await held.put("a")
         await held.quiet()
-        held.outage.error = None
         assert not held.below.blocks
         assert await read(held.store, key_of("a")) == block_of("a")
         await held.put("b", "c", "d", "e")
         assert await held.in_memory("a") == [], "it waits for no write any more"
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("down"), OSError("a bug")])
+async def test_memory_tier_block_that_the_tier_below_refused_is_written_once_that_works(error):
+    async with opened_memory() as held:
+        held.outage.error = error
+        await held.put("a", "b")
+        await held.quiet()
+        held.outage.error = None
+        await held.put("c")
+        await held.quiet()
+        assert set(held.below.blocks) == {key_of(name) for name in "abc"}
+        assert held.calls.keys_of("put").count(key_of("a")) == 2
+        await held.put("d", "e")
+        assert await held.in_memory("a") == [], "it waits for no write any more"
+
+
+async def test_memory_tier_blocks_put_while_the_tier_below_is_left_out_are_written_later():
+    now_s = 0.0
+    async with opened_memory(blocks=8, clock=lambda: now_s) as held:
+        held.outage.error = StoreUnavailable("down")
+        for name in range(tier.FAILURES_IN_A_ROW):
+            await held.put(name)
+            await held.quiet()
+        await held.put("while out")
+        assert (await held.counts(1))["left_out_blocks"] == 1
+        held.outage.error = None
+        now_s += FIRST_S
+        await held.put("after")
+        await held.quiet()
+        assert len(held.below.blocks) == tier.FAILURES_IN_A_ROW + 2
+
+
+async def test_memory_tier_block_that_found_the_queue_full_is_written_later(monkeypatch):
+    monkeypatch.setattr(tier, "MOST_KEPT", 2)
+    async with opened_memory() as held:
+        held.gate.clear()
+        await held.put("a", "b", "c")
+        assert (await held.counts(1))["queue_full_blocks"] == 1
+        held.gate.set()
+        await held.quiet()
+        await held.put("d")
+        await held.quiet()
+        assert set(held.below.blocks) == {key_of(name) for name in "abcd"}
+
+
+async def test_memory_tier_missed_block_that_was_deleted_stays_deleted():
+    async with opened_memory() as held:
+        held.outage.error = StoreFull("full")
+        await held.put("a", "b")
+        await held.quiet()
+        held.outage.error = None
+        await held.store.delete(key_of("a"))
+        await held.put("c")
+        await held.quiet()
+        assert set(held.below.blocks) == {key_of("b"), key_of("c")}
+
+
+async def test_memory_tier_block_that_the_tier_below_always_refuses_delays_no_other():
+    async with opened_memory(blocks=8) as held:
+        held.outage.error = StoreFull("full")
+        await held.put("a")
+        await held.quiet()
+        held.outage.error = None
+        held.refused.add(key_of("a"))
+        for name in "bcd":
+            await held.put(name)
+            await held.quiet()
+        assert set(held.below.blocks) == {key_of(name) for name in "bcd"}
+        assert held.calls.keys_of("put").count(key_of("a")) <= 1 + len("bcd")
 
 
 async def test_memory_tier_put_of_a_block_that_the_tier_below_lacks_is_written_there_once():

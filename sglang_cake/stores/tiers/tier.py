@@ -1,9 +1,9 @@
 """One tier of a tiered store: its circuit breakers, its copies in the background, its calls."""
 
 import asyncio
-import contextlib
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,6 +83,11 @@ class CopyQueue:
     @property
     def pending(self) -> int:
         return len(self._filling) + len(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """Those of `pending` that are not being written yet."""
+        return len(self._filling) + len(self._waiting)
 
     async def offer(self, key: BlockKey, form: Callable[[], Awaitable[memoryview]]) -> bool:
         """Queue a block; False if no buffer is free.
@@ -207,6 +212,7 @@ class Tier:
     Attributes:
         asking: the breaker of lookups.
         given_up: running calls whose result is not awaited any more.
+        missed: blocks that were not written in the background, oldest first; see `TieredStore`.
         stats_call: the last call for statistics.
     """
 
@@ -218,17 +224,20 @@ class Tier:
         threads: DaemonPool,
         clock: Callable[[], float],
         copied: Callable[["Tier", BlockKey], None],
+        missed: Callable[["Tier", BlockKey], None],
         depth: int,
     ) -> None:
         """Args:
         index: position among the tiers; 0 is the fastest.
         copied: called when a block was written in the background, or promoted.
+        missed: called when a block could not be written in the background.
         depth: how many reads at once its link needs.
         """
         self.store = store
         self.index = index
         self._clock = clock
         self._copied = copied
+        self._missed = missed
         self.asking = _new_breaker()
         self.reading = _new_breaker()
         self.writing = _new_breaker()
@@ -236,6 +245,7 @@ class Tier:
         self.link = self.speed.read
         self.counts = TierCounts()
         self.given_up: set[asyncio.Task[Any]] = set()
+        self.missed: OrderedDict[BlockKey, None] = OrderedDict()
         self.stats_call: asyncio.Task[StoreStats] | None = None
         self._has_complained = False
         self.copies = CopyQueue(self._write_copy, buffers, threads, puts_at_once(depth))
@@ -374,10 +384,13 @@ class Tier:
             return
         if not self.writing.may_call(self._clock()):  # left out since the block was queued
             self.counts.left_out_blocks += 1
+            self._missed(self, key)
             return
-        # A failure is counted. The tier then lacks the block, which other tiers have.
-        with contextlib.suppress(StoreError):
+        try:
             await self.put(key, data)
+        except StoreError:  # it is counted; other tiers have the block
+            self._missed(self, key)
+        else:
             self._copied(self, key)
 
     def late(self, ticket: int) -> None:

@@ -5,6 +5,8 @@
   block first (`link_speed`). After a failure it goes to the next tier that has the block.
 - A put goes to the first tier that takes the block, and to the others in the background
   (`tier.CopyQueue`). If memory has the block already, it goes to the others that lack it.
+- A block that a tier missed, since it was full or down or its queue was full, is written there once
+  it takes writes and no other copy waits, if memory still has the block.
 - A block that is read from a lower tier is copied to the tiers above: to a tier in memory if its
   eviction policy prefers the block to a stored one, to other tiers at the second read
   (`PromoteOnSecondRead`).
@@ -62,6 +64,9 @@ COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated w
 MIN_COPY_BLOCKS, MAX_COPY_BLOCKS = 2, 4096
 MAX_KEYS = 1 << 16  # about 20 MB
 REREAD_S = 600.0
+# Missed blocks that are looked for in memory at a time. After a long outage most were evicted, and
+# the event loop must not look for all of them at once.
+MOST_SOUGHT = 64
 
 # Precedence of errors. A tier that did not answer may have the block, so a block is missing only if
 # no other error occurred.
@@ -173,6 +178,7 @@ class TieredStore(Store):
                 self._threads,
                 clock,
                 self._copied,
+                self._missed,
                 depth,
             )
             for index, (store, depth) in enumerate(
@@ -508,12 +514,14 @@ class TieredStore(Store):
         for tier in tiers:
             if not tier.writing.may_call(self._clock()):
                 tier.counts.left_out_blocks += 1
+                self._missed(tier, key)
                 continue
             try:
                 if await self._queue(key, functools.partial(form, tier.index), tier, stored):
                     copied.append(tier)
                 else:
                     tier.counts.queue_full_blocks += 1
+                    self._missed(tier, key)
             except StoreUnavailable:  # the block was deleted, or the store is being closed
                 tier.counts.dropped_blocks += 1
         return copied
@@ -540,6 +548,28 @@ class TieredStore(Store):
 
     def _copied(self, tier: Tier, key: BlockKey) -> None:
         self._locations.learn(key, asked=tier.bit, having=tier.bit)
+        tier.missed.pop(key, None)
+        if not (tier.copies.waiting or self._closed):
+            self._write_missed(tier)
+
+    def _missed(self, tier: Tier, key: BlockKey) -> None:
+        if any(other.memory is not None for other in self.tiers if other is not tier):
+            tier.missed[key] = None
+            tier.missed.move_to_end(key)
+            if len(tier.missed) > MAX_KEYS:
+                tier.missed.popitem(last=False)
+
+    def _write_missed(self, tier: Tier) -> None:
+        """Queue the first block that the tier missed and memory still has. One waits at a time,
+        so that new blocks hardly wait for these."""
+        memories = [each.memory for each in self.tiers if each is not tier]
+        for _ in range(min(len(tier.missed), MOST_SOUGHT)):
+            key, _ = tier.missed.popitem(last=False)
+            for memory in memories if key not in self._deleting else ():
+                if memory is not None and (kept := memory.keep(key)) is not None:
+                    if not tier.copies.keep(key, kept):
+                        self._missed(tier, key)
+                    return
 
     async def _probe(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         """Ask a tier that is left out. If its reads have failed, read a block."""
