@@ -1,12 +1,14 @@
 """LeCaR (Vietri et al., "Driving Cache Replacement with ML-based LeCaR", HotStorage 2018): a policy
 that learns which of two experts is right. Measured, and not good enough to be in the store."""
 
+import contextlib
 import math
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.reuse_model import Unlocked
 
 LEARNING_RATE, DISCOUNT = 0.45, 0.005  # the paper's; the discount is taken to 1 / size
 
@@ -44,9 +46,9 @@ class LecarPolicy(EvictionPolicy):
         for expert in self._experts:
             expert.give_back(block, usage)
 
-    def refresh(self, now_s: float) -> None:
+    def refresh(self, now_s: float, unlocked: Unlocked = contextlib.nullcontext) -> None:
         for expert in self._experts:
-            expert.refresh(now_s)
+            expert.refresh(now_s, unlocked)
 
     def _regret(self, number: int, accesses: int) -> None:
         """What an expert gave up came back after so many accesses."""

@@ -14,6 +14,7 @@ limits that no policy can beat, since they know the future. With admission, whic
 out, only `seconds_bound` is one.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, Benefit, EvictionPolicy, Usage, admits
+from sglang_cake.stores.eviction.reuse_model import Unlocked
 from sglang_cake.stores.reported_accesses import ConversationTracker, KnownPrompt
 
 
@@ -299,7 +301,7 @@ class BeladyPolicy(RankedPolicy):
         self._coming = zip(trace.requests, next_uses(trace), strict=True)
         self._next: dict[int, int] = {}  # by block, the number of the next request that uses it
 
-    def refresh(self, now_s: float) -> None:
+    def refresh(self, now_s: float, unlocked: Unlocked = contextlib.nullcontext) -> None:
         request, uses = next(self._coming)
         self._next.update(zip(request.blocks, uses, strict=True))
 

@@ -16,7 +16,7 @@ from faulty_stores import OutageStore, RecordingStore
 from filestore import closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from polling import async_until
+from polling import PATIENCE_S, async_until
 from storetools import ALICE, BOB, refusal_of
 from tiering import BLOCK
 
@@ -24,7 +24,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.stores.base import CountedStore, RequestFacts, WrapperStore
 from sglang_cake.stores.circuit_breaker import FIRST_S
-from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction import POLICIES, reuse_model
 from sglang_cake.stores.eviction.reuse_model import ReuseModel
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory import block_memory
@@ -277,7 +277,7 @@ class CountedLock:
 def test_memory_lookup_does_not_wait_while_the_reuse_of_blocks_is_fitted(monkeypatch):
     found = []
 
-    def refit(model, now_s, present):
+    def refit(model, now_s, present, unlocked):
         looking = threading.Thread(target=lambda: found.extend(names_in(memory, "abc")))
         looking.start()
         looking.join(5)
@@ -289,6 +289,30 @@ def test_memory_lookup_does_not_wait_while_the_reuse_of_blocks_is_fitted(monkeyp
     monkeypatch.setattr(block_memory, "REFRESH_S", 0.0)
     touch(memory, "ab", 1)
     assert found == ["a", "b", "fitted"]
+
+
+def test_memory_lends_a_block_while_the_reuse_of_blocks_is_fitted(monkeypatch):
+    lent = []
+
+    def fit(gaps, ages):
+        lending = threading.Thread(
+            target=lambda: lent.append(memory.lend(DIGEST, key_of("a"), counts=True))
+        )
+        lending.start()
+        lending.join(PATIENCE_S)
+        assert lent, "it waits for the fit"
+        return reuse_model.PRIOR_FIT
+
+    monkeypatch.setattr(reuse_model, "_SAMPLE_ONE_IN", 1)
+    monkeypatch.setattr(ReuseModel, "min_samples", 1)
+    memory = memory_with("abcd", "cake-prefix")
+    monkeypatch.setattr(reuse_model, "fit_exponential", fit)
+    monkeypatch.setattr(block_memory, "REFRESH_S", 0.0)
+    touch(memory, "ab", 1)
+    assert lent
+    for each in lent:
+        if each is not None:
+            each.release()
 
 
 def test_memory_other_calls_come_between_the_touches_of_a_long_prompt(monkeypatch):

@@ -1,13 +1,14 @@
 """The base class of eviction policies, admission, and the facts about a block behind both: its
 last access, and the prefill time that it saves."""
 
+import contextlib
 import math
 import struct
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from sglang_cake.stores.eviction.reuse_model import ReuseFits
+from sglang_cake.stores.eviction.reuse_model import ReuseFits, Unlocked
 
 
 class AccessContext(NamedTuple):
@@ -217,8 +218,9 @@ class EvictionPolicy:
         """Probability that a block with this usage is ever accessed again; 1 if unknown."""
         return 1.0
 
-    def refresh(self, now_s: float) -> None:
-        """Update the reuse statistics. The store calls it about once a second."""
+    def refresh(self, now_s: float, unlocked: Unlocked = contextlib.nullcontext) -> None:
+        """Update the reuse statistics. The store calls it about once a second. Args: unlocked: see
+        `reuse_model.Unlocked`."""
 
     def over_quota_bytes(self) -> int:
         """Bytes that tenants hold above their quota. To be evicted in any case."""

@@ -9,8 +9,10 @@ By Bayes' rule, a block that was last accessed t seconds ago is accessed within 
     share e^(-rate t) (1 - e^(-rate life_s)) / (1 - share + share e^(-rate t))
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -54,6 +56,8 @@ class ReuseFit:
 
 
 ReuseFits = Mapping[RequestClass, ReuseFit]
+# Gives the context in which the lock that the caller holds is released.
+Unlocked = Callable[[], AbstractContextManager[None]]
 PRIOR_FIT: Final = ReuseFit(0.3, 1 / 300, 0)
 
 
@@ -178,37 +182,60 @@ class ReuseModel:
     def _is_sampled(self, ident: int) -> bool:
         return not (ident * 0x9E3779B97F4A7C15 >> 32) % self._one_in
 
-    def refit(self, now_s: float, present: Callable[[], Collection[RequestClass]] = tuple) -> bool:
-        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms. Args:
-        present: gives the classes of all blocks."""
+    def refit(
+        self,
+        now_s: float,
+        present: Callable[[], Collection[RequestClass]] = tuple,
+        unlocked: Unlocked = contextlib.nullcontext,
+    ) -> bool:
+        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms, most of
+        them `unlocked`.
+
+        Args:
+            present: gives the classes of all blocks.
+            unlocked: see `Unlocked`. Other calls may come meanwhile.
+        """
         if now_s < self._refit_at_s:
             return False
         self._refit_at_s = now_s + REFIT_EVERY_S
         since_s = now_s - self.window_s
-        self._last_access = {
-            ident: access for ident, access in self._last_access.items() if access.at_s >= since_s
-        }
-        self._gaps = [gap for gap in self._gaps if gap.access.at_s >= since_s]
+        accesses = self._last_access.copy()
+        gaps_before = self._gaps
+        gap_count = len(gaps_before)
+        with unlocked():
+            old = [(ident, access) for ident, access in accesses.items() if access.at_s < since_s]
+            recent_gaps = [gap for gap in gaps_before[:gap_count] if gap.access.at_s >= since_s]
+            # Blocks without a further access yet are censored samples: only their age is known.
+            # After the clock was set back, accesses lie in the future.
+            ages: dict[RequestClass, list[float]] = {}
+            for access in accesses.values():
+                if access.at_s < since_s:
+                    continue
+                ages.setdefault(access.request_class, []).append(max(0.0, now_s - access.at_s))
+            gaps: dict[RequestClass, list[float]] = {}
+            for gap in recent_gaps:
+                gaps.setdefault(gap.access.request_class, []).append(gap.gap_s)
+            fits: dict[RequestClass, ReuseFit] = {}
+            sampled = ages.keys() | gaps.keys()
+            for request_class in sampled:
+                class_gaps, class_ages = gaps.get(request_class, []), ages.get(request_class, [])
+                if self._can_fit(request_class, len(class_gaps) + len(class_ages), now_s):
+                    fits[request_class] = fit_exponential(class_gaps, class_ages)
+            all_gaps = [gap.gap_s for gap in recent_gaps]
+            all_ages = [age_s for class_ages in ages.values() for age_s in class_ages]
+            if self._can_fit(POOLED, len(all_gaps) + len(all_ages), now_s):
+                fits[POOLED] = fit_exponential(all_gaps, all_ages)
+        for ident, access in old:
+            if self._last_access.get(ident) is access:
+                del self._last_access[ident]
+        if self._gaps is gaps_before:  # otherwise some left the sample; the next fit drops old ones
+            self._gaps = recent_gaps + gaps_before[gap_count:]
         if self._one_in > _SAMPLE_ONE_IN and self.samples < MAX_SAMPLES // 4:
             self._one_in //= 2
-        # Blocks without a further access yet are censored samples: only their age is known. After
-        # the clock was set back, accesses lie in the future.
-        ages: dict[RequestClass, list[float]] = {}
-        for access in self._last_access.values():
-            ages.setdefault(access.request_class, []).append(max(0.0, now_s - access.at_s))
-        gaps: dict[RequestClass, list[float]] = {}
-        for gap in self._gaps:
-            gaps.setdefault(gap.access.request_class, []).append(gap.gap_s)
-        sampled = ages.keys() | gaps.keys()
+        # A class that was used meanwhile has blocks.
         self._idle = self.classes.keys() - sampled - set(present())
-        for request_class in sampled:
-            class_gaps, class_ages = gaps.get(request_class, []), ages.get(request_class, [])
-            if self._can_fit(request_class, len(class_gaps) + len(class_ages), now_s):
-                self.fits[request_class] = fit_exponential(class_gaps, class_ages)
-        all_gaps = [gap.gap_s for gap in self._gaps]
-        all_ages = [age_s for class_ages in ages.values() for age_s in class_ages]
-        if self._can_fit(POOLED, len(all_gaps) + len(all_ages), now_s):
-            self.pooled = fit_exponential(all_gaps, all_ages)
+        self.pooled = fits.pop(POOLED, self.pooled)
+        self.fits.update(fits)
         return True
 
     def _can_fit(self, request_class: RequestClass, samples: int, now_s: float) -> bool:

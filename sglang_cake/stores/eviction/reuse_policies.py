@@ -4,11 +4,18 @@ Sources: "KVCache Cache in the Wild" (arXiv 2506.02634), section 4.2, for `workl
 docs/eviction.md derives the values of `cake` and `cake-prefix`.
 """
 
+import contextlib
 import math
 
 from sglang_cake.stores.eviction.policy import Benefit, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.queues import ClassQueues, QueueKey
-from sglang_cake.stores.eviction.reuse_model import MAX_TURN, RequestClass, ReuseFits, ReuseModel
+from sglang_cake.stores.eviction.reuse_model import (
+    MAX_TURN,
+    RequestClass,
+    ReuseFits,
+    ReuseModel,
+    Unlocked,
+)
 
 # Benefits are rounded to powers of 1.25. Within a class and a power LRU decides, so an eviction
 # compares one block of each.
@@ -80,8 +87,8 @@ class ReusePolicy(EvictionPolicy):
         request_class = self.model.class_for(self.class_of(usage), usage.context.tenant)
         return self._weighted(self.model.fit(request_class).share, self.model.pooled.share)
 
-    def refresh(self, now_s: float) -> None:
-        if self.model.refit(now_s, self.class_queues.classes):
+    def refresh(self, now_s: float, unlocked: Unlocked = contextlib.nullcontext) -> None:
+        if self.model.refit(now_s, self.class_queues.classes, unlocked):
             self.class_queues.invalidate_values()
 
     def fits_to_save(self) -> ReuseFits:

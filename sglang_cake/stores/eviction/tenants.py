@@ -1,11 +1,12 @@
 """Limits on the share of a store that one tenant can take: a quota and fair sharing."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Final
 
 from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, Benefit, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.queues import BlockQueue
-from sglang_cake.stores.eviction.reuse_model import ReuseFits
+from sglang_cake.stores.eviction.reuse_model import ReuseFits, Unlocked
 
 MAX_TENANTS: Final = 1024  # further tenants are counted as tenant 0
 
@@ -101,8 +102,8 @@ class TenantPolicy(EvictionPolicy):
     def reuse_probability(self, usage: Usage) -> float:
         return self._inner.reuse_probability(usage)
 
-    def refresh(self, now_s: float) -> None:
-        self._inner.refresh(now_s)
+    def refresh(self, now_s: float, unlocked: Unlocked = contextlib.nullcontext) -> None:
+        self._inner.refresh(now_s, unlocked)
 
     def fits_to_save(self) -> ReuseFits:
         return self._inner.fits_to_save()

@@ -1,11 +1,12 @@
 """Blocks of all namespaces in host memory of one process, within a capacity."""
 
+import contextlib
 import functools
 import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -134,7 +135,7 @@ class BlockMemory:
                 if facts.benefit is not None and facts.benefit != self._benefit:
                     self._benefit = facts.benefit
                     self._policy.set_benefit(facts.benefit)
-                self._policy.refresh(now_s)
+                self._policy.refresh(now_s, self._unlocked)
 
     # ---- blocks; each is used between a call that returns it and `release` ----
 
@@ -307,6 +308,16 @@ class BlockMemory:
             )
 
     # ---- with the lock held ----
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """The context in which others use the memory: the fit of the reuse times takes tens of
+        milliseconds, and the scheduler thread would wait to be lent a block."""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
 
     def _evict(
         self,
