@@ -282,8 +282,8 @@ def answers_of(model: Path, arms: Iterable[Arm]) -> dict[str, str]:
 
 
 def _fill(setting: Setting, progress: ProgressLog) -> tuple[Reply, float]:
-    """Let a server compute the prompt and store it. What a used store has already is loaded: of a
-    block that is neither stored nor read, no metric tells the size.
+    """Let a server compute the prompt and store it. What a used store has already is loaded, since
+    metrics have the sizes of stored and read blocks alone.
 
     Returns: its answer; the stored bytes as a share of the bytes of the blocks.
     """
