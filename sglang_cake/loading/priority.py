@@ -210,11 +210,15 @@ def _key(entry: QueueEntry, waited_s: float, arrival: int) -> SortKey:
 
 
 class _Prefill(NamedTuple):
-    """When the server of a `FcfsSchedule` computes `tokens` of a prompt."""
+    """When the server of a `FcfsSchedule` computes `tokens` of a prompt.
+
+    Attributes: least_start: the tokens before it were in the tree when the prompt arrived.
+    """
 
     begin_s: float
     end_s: float
     tokens: Span
+    least_start: int
 
 
 class FcfsSchedule:
@@ -263,8 +267,8 @@ class FcfsSchedule:
             prompts: prompts that wait for prefill or are in it, in the order of arrival. Prompts
                 that are missing, and were not `prefilled`, have been aborted.
             rest: the tokens of a new prompt that are to be computed.
-            matched: how many leading tokens the tree had at the first step of a prompt; 0: not
-                known yet.
+            matched: how many leading tokens of a prompt the tree has, as far as that was looked for
+                since it arrived.
             went_on: since the last call, a prompt was prefilled, or held back.
         """
         if went_on:
@@ -281,16 +285,17 @@ class FcfsSchedule:
                 tokens = rest(prompt)
                 begin_s = max(self._last_end_s, self._clock_s)
                 self._last_end_s = begin_s + self._cost_s(tokens)
-                self._prefills[prompt] = _Prefill(begin_s, self._last_end_s, tokens)
+                self._prefills[prompt] = _Prefill(begin_s, self._last_end_s, tokens, tokens.start)
 
     def _shorten(self, computed: Collection[Hashable], matched: Callable[[Any], int]) -> None:
         saved_s: dict[Hashable, float] = {}
         for prompt, planned in self._prefills.items():
             if prompt not in computed:
                 saved_s[prompt] = math.inf
-            elif (start := matched(prompt)) > planned.tokens.start:
+            elif (start := max(matched(prompt), planned.least_start)) != planned.tokens.start:
+                # Negative: the tree has evicted what another prompt had brought.
                 tokens = Span(start, planned.tokens.stop)
-                saved_s[prompt] = max(0.0, self._cost_s(planned.tokens) - self._cost_s(tokens))
+                saved_s[prompt] = self._cost_s(planned.tokens) - self._cost_s(tokens)
                 self._prefills[prompt] = planned._replace(tokens=tokens)
         if not saved_s:
             return

@@ -357,3 +357,20 @@ def test_fcfs_schedule_slack_is_that_of_a_server_that_computes_all_in_order_of_a
         )
         for each in server.live:
             assert schedule.slack_s(each, 3.0) == pytest.approx(server.ends_in_s(each) - 3.0)
+
+
+def test_fcfs_schedule_prompt_whose_match_is_evicted_again_has_its_slack_back() -> None:
+    schedule = FcfsSchedule(lambda tokens: float(tokens.stop - tokens.start))
+    tree = {"a": 0}
+    slacks = []
+    for found in (0, 80, 0):
+        tree["a"] = found
+        schedule.polled(
+            1.0,
+            ["a", "b"],
+            rest=lambda prompt: Span(0, 100),
+            matched=lambda prompt: tree.get(prompt, 0),
+            went_on=False,
+        )
+        slacks.append((schedule.slack_s("a", 100.0 - found), schedule.slack_s("b", 100.0)))
+    assert slacks == [(0.0, 100.0), (0.0, 20.0), (0.0, 100.0)]

@@ -1018,6 +1018,8 @@ class Coordinator:
                 self.prompt_loads.stop_loading(record, "ended")
                 load_id = f"{record.rid}#{next(self._numbers)}"
                 anew = record.looked_up_anew(load_id, front)
+                if not record.stats.computed_tokens + record.stats.loaded_tokens:
+                    record.stats.matched_tokens = front
                 self._look_up(anew, self._work_before(record))
                 self._counters.add("repeated_lookups")
 
