@@ -191,8 +191,8 @@ class CakeConfig:
         "adaptive",
         _one_of("adaptive", "fair", "fcfs"),
         "ORDER",
-        "Order of prefill: adaptive (shortest remaining time, loading prompts last), fair (tenants "
-        "in turn) or fcfs (SGLang's order).",
+        "Order of prefill: adaptive (shortest remaining time, loading prompts last; with SGLang's "
+        "policies lpm and dfs-weight, its order), fair (tenants in turn) or fcfs (SGLang's order).",
     )
     eviction_policy: str = _setting(
         DEFAULT_POLICY,

@@ -308,6 +308,7 @@ class CakeService:
             ),
             lossy=lossy,
             priority_sign=_priority_sign(ctx),
+            by_prefix=ctx.server_args.schedule_policy in ("lpm", "dfs-weight"),
         )
         if labels is not None:
             store_metrics = StoreMetrics(labels, len(self._sources))

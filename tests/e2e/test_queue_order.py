@@ -12,7 +12,7 @@ Make = Callable[[int], list[int]]
 
 PAGE = 16
 KINDS = {
-    "overlap": ("--schedule-policy", "lpm"),
+    "overlap": (),
     "mixed": (
         *("--enable-mixed-chunk", "--disable-overlap-schedule", "--page-size", str(PAGE)),
         "--enable-priority-scheduling",

@@ -309,6 +309,7 @@ class VirtualSGLang(Scheduler):
         self.policy = SchedulePolicy(policy, tree, False, priorities, False)
         self.enable_priority_scheduling = priorities
         loop.coordinator.priority_sign = -1 if priorities else 0
+        loop.coordinator.by_prefix = policy in ("lpm", "dfs-weight")
         self.enable_priority_preemption = priorities
         self.priority_scheduling_preemption_threshold = 10
         # It expects short answers, and long ones for ten steps after a retraction.

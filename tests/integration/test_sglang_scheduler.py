@@ -258,6 +258,33 @@ def test_sglang_scheduler_requests_for_one_stored_document_read_it_about_once(
     assert mean_s["auto"] <= 0.8 * mean_s["compute"]
 
 
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_sglang_scheduler_policies_by_prefix_keep_a_document_until_its_requests_have_it(
+    policy: str,
+) -> None:
+    """The KV pool holds one of two documents. In Cake's order, the mean is 0.75 of computing."""
+    asking = _asking(2, 30_000, 12)
+    others = [
+        Prompt(0.05 * number, array("q", [900 + number, *range(40_000, 44_999)]), out=2)
+        for number in range(40)
+    ]
+    mean_s = {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_sglang(
+            replace(LLAMA_8B, chunk_tokens=2048),
+            link_bytes_per_s=4e9,
+            mode=mode,
+            pool_tokens=49_000,
+            policy=policy,
+        ) as server:
+            server.serve([*asking, *others])
+            server.check_ends()
+            first_s = [server.first_token_s[str(number)] for number in range(len(asking))]
+            mean_s[mode] = statistics.mean(first_s)
+    assert mean_s["auto"] <= 0.5 * mean_s["compute"]
+
+
 @pytest.mark.parametrize(
     ("tokens", "link_bytes_per_s", "share"),
     [(1_500, 5e9, 1.0), (1_500, 10e9, 0.9), (4_000, 10e9, 0.7), (16_000, 5e9, 0.6)],

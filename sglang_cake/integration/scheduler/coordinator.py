@@ -135,6 +135,7 @@ class Coordinator:
     Attributes:
         priority_sign: 1: requests of low priority go first; -1: requests of high priority go
             first; 0: priorities do not count.
+        by_prefix: SGLang puts prompts that share a prefix after each other.
         block_tokens: tokens of a whole block.
         keys: the keys of requests. `rebase` and `emptied` change what they name.
         store_detached: no store is in use, so no request is loaded.
@@ -168,8 +169,10 @@ class Coordinator:
         tail_tokens: int = 0,
         lossy: bool = False,
         priority_sign: int = 0,
+        by_prefix: bool = False,
     ) -> None:
         self.priority_sign = priority_sign
+        self.by_prefix = by_prefix
         self._end_blocks = end_blocks
         self._tail_tokens = tail_tokens
         self._loader = loader
@@ -798,8 +801,10 @@ class Coordinator:
 
     @property
     def adaptive(self) -> bool:
-        """Whether prompts that are being loaded let others go first."""
-        return self._config.priority != "fcfs"
+        """Whether prompts that are being loaded let others go first. Where SGLang orders prompts by
+        their prefixes, that order is kept, except for tenants: another one could evict a prefix
+        between two prompts that share it."""
+        return self.fair or (self._config.priority == "adaptive" and not self.by_prefix)
 
     @property
     def fair(self) -> bool:
