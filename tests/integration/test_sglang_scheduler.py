@@ -262,7 +262,7 @@ def test_sglang_scheduler_requests_for_one_stored_document_read_it_about_once(
 def test_sglang_scheduler_policies_by_prefix_keep_a_document_until_its_requests_have_it(
     policy: str,
 ) -> None:
-    """The KV pool holds one of two documents. In Cake's order, the mean is 0.75 of computing."""
+    """The KV pool holds one of two documents. In Cake's order, the mean is 0.73 of computing."""
     asking = _asking(2, 30_000, 12)
     others = [
         Prompt(0.05 * number, array("q", [900 + number, *range(40_000, 44_999)]), out=2)
