@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_pools import deepseek_v4, hybrid, mha, mla
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import build
 from sglang_cake.integration.build import machine_schedulers, shard_of
 from sglang_cake.integration.memory.kv_shard import KvShard
 
@@ -90,13 +90,18 @@ def compressed(slots: int) -> Any:
     ],
 )
 def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
-    pool: Any, drafts: list[Any], machines: list[float], expected: KvShard
+    pool: Any,
+    drafts: list[Any],
+    machines: list[float],
+    expected: KvShard,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last of four ranks of an attention group."""
+    parallel = SimpleNamespace(attn_tp_rank=3)
+    monkeypatch.setattr(build, "get_parallel", lambda: parallel)
     allocator = SimpleNamespace(get_kvcache=lambda: pool(4))
     ctx: Any = SimpleNamespace(params=SimpleNamespace(token_to_kv_pool_allocator=allocator))
-    with get_parallel().override(attn_tp_rank=3):
-        assert shard_of(ctx, machines, [draft(4) for draft in drafts]) == expected
+    assert shard_of(ctx, machines, [draft(4) for draft in drafts]) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,10 +116,16 @@ def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
     ],
 )
 def test_machine_schedulers_are_the_ranks_of_all_replicas_on_a_machine(
-    tp_size: int, dp_ranks: int, attention_groups: int, nnodes: int, expected: int
+    tp_size: int,
+    dp_ranks: int,
+    attention_groups: int,
+    nnodes: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    parallel = SimpleNamespace(num_dp_ranks=dp_ranks, attn_dp_size=attention_groups)
+    monkeypatch.setattr(build, "get_parallel", lambda: parallel)
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path="m", nnodes=nnodes), tp_size=tp_size
     )
-    with get_parallel().override(num_dp_ranks=dp_ranks, attn_dp_size=attention_groups):
-        assert machine_schedulers(ctx) == expected
+    assert machine_schedulers(ctx) == expected

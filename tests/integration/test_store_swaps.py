@@ -11,11 +11,10 @@ pytest.importorskip("sglang")
 
 from adder_harness import BareTree
 from registered_hooks import hooks_of
-from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import build
 from sglang_cake.integration.build import CakeService
 from sglang_cake.integration.scheduler import scheduler_hooks
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -165,20 +164,22 @@ def test_attach_store_before_the_namespace_is_known_counts_its_own_reads_at_once
 class OfLargeBlocks(Alone):
     """One of two processes of its machine."""
 
-    _ctx: Any = SimpleNamespace(tp_size=2, server_args=ServerArgs(model_path="m"))
+    _ctx: Any = None
     _block_bytes = 16 << 20
     kv: Any = SimpleNamespace(device=torch.device("cpu"))
     _parsed = CakeService._parsed
 
 
-def test_attach_store_with_less_memory_than_a_block_is_refused_and_changes_nothing() -> None:
+def test_attach_store_with_less_memory_than_a_block_is_refused_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would be left out for ever."""
-    with get_parallel().override(num_dp_ranks=1, attn_dp_size=1):
-        service = OfLargeBlocks(namespace=object())
-        with pytest.raises(ConfigError, match="16 MiB: raise it"):
-            service.attach_store("memory://20MiB,file:///kv")
-        assert not service.used
-        service.attach_store("memory://40MiB,file:///kv")
+    monkeypatch.setattr(build, "machine_schedulers", lambda ctx: 2)
+    service = OfLargeBlocks(namespace=object())
+    with pytest.raises(ConfigError, match="16 MiB: raise it"):
+        service.attach_store("memory://20MiB,file:///kv")
+    assert not service.used
+    service.attach_store("memory://40MiB,file:///kv")
     assert service.used
 
 
