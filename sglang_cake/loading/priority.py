@@ -274,7 +274,7 @@ class FcfsSchedule:
         if went_on:
             self._clock_s += now_s - self._polled_s
         self._polled_s = now_s
-        self._shorten(self._prefilled.union(prompts), matched)
+        self._replan(self._prefilled.union(prompts), matched)
         self._prefilled.clear()
         self._prefills = {each: self._prefills[each] for each in prompts if each in self._prefills}
         if not self._prefills:  # the server would be idle by now; from 0, all ranks count alike
@@ -287,7 +287,8 @@ class FcfsSchedule:
                 self._last_end_s = begin_s + self._cost_s(tokens)
                 self._prefills[prompt] = _Prefill(begin_s, self._last_end_s, tokens, tokens.start)
 
-    def _shorten(self, computed: Collection[Hashable], matched: Callable[[Any], int]) -> None:
+    def _replan(self, computed: Collection[Hashable], matched: Callable[[Any], int]) -> None:
+        """Take out aborted prompts, and plan what the tree has, or lacks again, of the others."""
         saved_s: dict[Hashable, float] = {}
         for prompt, planned in self._prefills.items():
             if prompt not in computed:
